@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from offspec.errors import OffspecError, UsageError
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .service import Service
 
 IDLE_S = 0.05  # between two looks whether the loaded model is idle
+BEGAN_S = int(time.time())
 
 
 class UnknownModelError(OffspecError):
@@ -41,70 +42,7 @@ class LoadedModel:
 
 
 def described(name: str) -> Json:
-    return {"id": name, "object": "model", "created": int(time.time()), "owned_by": "offspec"}
-
-
-class ServedModels(Protocol):
-    """What routes need of a server's models."""
-
-    @property
-    def loaded(self) -> LoadedModel | None:
-        """The model that is loaded now."""
-
-    @property
-    def fault(self) -> str | None:
-        """Why each further request fails; None if that is not so."""
-
-    @property
-    def paths(self) -> Mapping[str, Path]:
-        """Folders or GGUF files, by the names that clients see."""
-
-    def checked(self, name: Any) -> str:
-        """The name of the model that a request means by `name`. Raises UnknownModelError."""
-
-    def using(self, name: Any) -> AbstractAsyncContextManager[LoadedModel]:
-        """The model that a request names, loaded and kept during the body. Raises OffspecError."""
-
-    def list(self) -> list[Json]: ...
-
-    def describe(self, name: str) -> Json:
-        """Raises UnknownModelError."""
-
-    def notify(self, line: str) -> None:
-        """A line for the log."""
-
-
-class OneModel:
-    """A server's only model. Requests may name it as they like."""
-
-    def __init__(self, service: Service, alias: str | None = None) -> None:
-        public = public_name(service.engine.name)
-        self.loaded: LoadedModel = LoadedModel(service, alias or public)
-        self._names = {self.loaded.name, public, service.engine.name}  # by which a client may ask what it is
-        self._described = self.loaded.described()
-        self.paths: Mapping[str, Path] = {self.loaded.name: service.engine.tokenizer.folder}
-
-    def checked(self, name: Any) -> str:
-        return self.loaded.name
-
-    @asynccontextmanager
-    async def using(self, name: Any) -> AsyncIterator[LoadedModel]:
-        yield self.loaded
-
-    @property
-    def fault(self) -> str | None:
-        return self.loaded.service.fault
-
-    def list(self) -> list[Json]:
-        return [self._described]
-
-    def describe(self, name: str) -> Json:
-        if name not in self._names:
-            raise UnknownModelError(f"unknown model {name!r}; this server has {self.loaded.name}")
-        return self._described
-
-    def notify(self, line: str) -> None:
-        self.loaded.service.notify(line)
+    return {"id": name, "object": "model", "created": BEGAN_S, "owned_by": "offspec"}
 
 
 class ModelManager:
@@ -135,7 +73,10 @@ class ModelManager:
             self._num_using -= 1
 
     def checked(self, name: Any) -> str:
-        """The name of a model: the one that is named, or the loaded one, or the first, if none is."""
+        """The name of the model that a request means: the named one, else the loaded one, else the first.
+
+        Raises UnknownModelError.
+        """
         if name in (None, ""):
             return self.loaded.name if self.loaded is not None else next(iter(self.paths))
         if not isinstance(name, str) or name not in self.paths:
@@ -166,6 +107,7 @@ class ModelManager:
         return [self.describe(name) for name in self.paths]
 
     def describe(self, name: str) -> Json:
+        """A model as `/v1/models` lists it. Raises UnknownModelError."""
         if name not in self.paths:
             raise UnknownModelError(f"unknown model {name!r}; this server has {', '.join(self.paths)}")
         loaded = self.loaded
@@ -173,6 +115,7 @@ class ModelManager:
 
     @property
     def fault(self) -> str | None:
+        """Why each further request fails; None if that is not so."""
         return None if (loaded := self.loaded) is None else loaded.service.fault
 
     @property
@@ -193,3 +136,20 @@ class ModelManager:
             self.loaded = None
             loaded.service.close()
             loaded.service.engine.close()
+
+
+class OneModel(ModelManager):
+    """A server's only model. Requests may name it as they like."""
+
+    def __init__(self, service: Service, alias: str | None = None) -> None:
+        public, folder = public_name(service.engine.name), service.engine.tokenizer.folder
+        self._loaded = LoadedModel(service, alias or public)
+        super().__init__({self._loaded.name: folder}, lambda path: service, service.notify)
+        self.loaded = self._loaded
+        self._names = {self._loaded.name, public, service.engine.name}  # by which a client may ask what it is
+
+    def checked(self, name: Any) -> str:
+        return self._loaded.name
+
+    def describe(self, name: str) -> Json:
+        return super().describe(self._loaded.name if name in self._names else name)

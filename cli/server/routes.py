@@ -39,7 +39,7 @@ from .answer_forms import ApiForm
 from .anthropic_messages import Messages
 from .connections import Bodies
 from .metrics import one_line
-from .model_manager import LoadedModel, ModelManager, OneModel, ServedModels, UnknownModelError
+from .model_manager import LoadedModel, ModelManager, OneModel, UnknownModelError
 from .openai_answers import Completions, failure
 from .openai_requests import CompletionRequest
 from .openai_responses import Responses
@@ -175,7 +175,7 @@ class Reading:
 class Api:
     """The handlers of the routes."""
 
-    def __init__(self, models: ServedModels, defaults: SamplingParams, given: Collection[str]) -> None:
+    def __init__(self, models: ModelManager, defaults: SamplingParams, given: Collection[str]) -> None:
         self._models, self._defaults, self._given = models, defaults, given
         self._bodies = Bodies(MOST_BODIES_BYTES, MOST_CLIENT_BYTES)
         self._turn_of_large, self._large_may_begin_s = asyncio.Lock(), 0.0
