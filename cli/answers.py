@@ -1,8 +1,10 @@
-"""Answers to prompts as JSON objects: to one prompt, or to many that share the target's passes."""
+"""Answers to prompts: as JSON objects, as texts one after the other, and in figures; of many that share passes."""
 
 from __future__ import annotations
 
+import sys
 import time
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
@@ -13,6 +15,7 @@ from offspec.errors import OffspecError
 
 from .batch import Answer, Asked, TokenIds, Turns
 from .reasoning import reader_of, thinking_first
+from .terminal import as_shown
 
 if TYPE_CHECKING:
     from offspec import Engine, Prompt, SamplingParams, Step, Ticket
@@ -59,24 +62,28 @@ def interrupted(last: Step) -> Step:
 
 
 class SharedAnswers:
-    """Answers of one engine to many prompts, whose texts share passes.
+    """Answers of one engine to many prompts, whose texts share passes."""
 
-    ends: the last step of each text. seconds: spent on all of them.
-    """
-
-    def __init__(self, engine: Engine, to_prompt: ToPrompt, speculation: SpeculationParams, max_texts: int) -> None:
-        """max_texts: the maximum number of texts under way."""
-        self._engine, self._to_prompt, self._speculation = engine, to_prompt, speculation
+    def __init__(
+        self, load: Callable[[], Engine], to_prompt: ToPrompt, speculation: SpeculationParams, max_texts: int
+    ) -> None:
+        """load: called when there are prompts. max_texts: the maximum number of texts under way."""
+        self._load, self._to_prompt, self._speculation = load, to_prompt, speculation
         self._max_texts = max_texts
-        self.ends: list[Step] = []
-        self.seconds = 0.0
+        self._ends: list[Step] = []
+        self._seconds = 0.0
         self._num_running = 0
 
     def answers(self, prompts: Sequence[Asked]) -> Generator[tuple[int, Answer | OffspecError], None, None]:
         """Yields the place of each prompt in the list, and its answer or error, in the order in which texts end."""
+        return self._answers(self._load(), prompts)
+
+    def _answers(
+        self, engine: Engine, prompts: Sequence[Asked]
+    ) -> Generator[tuple[int, Answer | OffspecError], None, None]:
         from offspec import Batch
 
-        engine, began = self._engine, time.perf_counter()
+        began = time.perf_counter()
         with closing(Batch(engine.models, self._max_texts)) as batch:
             places: dict[Ticket, tuple[int, SamplingParams]] = {}
             steps: dict[Ticket, list[Step]] = {}
@@ -91,16 +98,71 @@ class SharedAnswers:
                     places[ticket], steps[ticket] = (place, params), []
             while not batch.is_idle:
                 for ticket, outcome in batch.step():
-                    self._num_running, self.seconds = batch.num_running, time.perf_counter() - began
+                    self._num_running, self._seconds = batch.num_running, time.perf_counter() - began
                     if isinstance(outcome, OffspecError):
                         yield places[ticket][0], outcome
                         continue
                     steps[ticket].append(outcome)
                     if outcome.finish_reason is not None:
-                        self.ends.append(outcome)
+                        self._ends.append(outcome)
                         place, params = places[ticket]
                         yield place, answer_of(engine, ticket.checked.prompt, steps.pop(ticket), params)
 
     def progress(self) -> str:
         """How many texts are under way, for a progress line."""
         return f", {self._num_running} at a time" if self._num_running > 1 else ""
+
+    def describe(self) -> str:
+        """The statistics of all answers as text."""
+        if not self._ends:
+            return "batch     0 prompts"
+        return totals("batch     {} prompts", self._ends, self._seconds, "including first passes", "a text")
+
+
+class Printer:
+    """Prints the steps of several answers, one answer after the other.
+
+    The first one that has not ended appears as it is accepted, the others when their turn comes.
+    """
+
+    def __init__(self, number: int) -> None:
+        self._held: list[deque[Step]] = [deque() for _ in range(number)]
+        self._index, self._shown = 0, ""  # of the answer whose turn it is: the end of what was printed
+
+    def __call__(self, index: int, step: Step) -> None:
+        self._held[index].append(step)
+        while self._index < len(self._held) and self._held[self._index]:
+            self._print(self._held[self._index].popleft())
+        sys.stdout.flush()
+
+    def _print(self, step: Step) -> None:
+        if not self._shown:
+            above = "\n" if self._index else ""
+            self._shown = f"=== answer {self._index + 1} of {len(self._held)}, seed {step.stats.seed} ===\n"
+            sys.stdout.write(above + self._shown)
+        sys.stdout.write(as_shown(step.text))
+        self._shown = step.text or self._shown
+        if step.finish_reason is not None:
+            sys.stdout.write("" if self._shown.endswith("\n") else "\n")
+            self._index, self._shown = self._index + 1, ""
+
+
+def describe_answers(ends: Sequence[Step], seconds: float) -> str:
+    """The statistics of several answers to one prompt as text. ends: their last steps. seconds: of all together."""
+    stats = [last.stats for last in ends]
+    return (
+        f"{totals('answers   {}', ends, seconds, 'together', 'an answer')}\n"
+        f"prompt    {stats[0].num_prompt_tokens} tokens, first text after {stats[0].ttft_s:.2f} s; tokens of it that "
+        f"the answers scored: {sum(s.num_prefilled_tokens for s in stats)}"
+    )
+
+
+def totals(head: str, ends: Sequence[Step], seconds: float, rate_is: str, each: str) -> str:
+    """The tokens and passes of several texts. ends: their last steps. rate_is, each: what the figures are of."""
+    stats = [last.stats for last in ends]
+    num_tokens, num_passes = sum(s.num_tokens for s in stats), sum(s.num_passes for s in stats)
+    ended = ", ".join(f"{count} {reason}" for reason, count in Counter(last.finish_reason for last in ends).items())
+    return (
+        f"{head.format(len(ends))} ({ended}), {num_tokens} tokens, {num_tokens / seconds:.1f} tokens/s {rate_is}, "
+        f"{num_tokens / num_passes:.2f} tokens per pass of {each}"
+    )

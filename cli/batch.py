@@ -210,9 +210,9 @@ class PromptBatch:
                 time_left = left(time.monotonic(), number, len(tasks))
                 progress_line.show(f"prompt {num_before + number + 1} of {len(self.tasks)}{time_left}{progress()}")
 
-        self._cut_half_line()
         if tasks:
             with closing(answers([(task.prompt, task.sampling(self._params)) for task in tasks])) as answered:
+                self._cut_half_line()
                 show(0)
                 for number, (place, answer) in enumerate(answered, 1):
                     self._keep(tasks[place], answer)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import reprlib
+import shlex
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,11 +20,11 @@ from click.core import ParameterSource
 
 from offspec import AUTO_TEXTS, MODEL_NAMES, LoadOptions, SamplingParams, SpeculationParams
 from offspec.errors import OffspecError
+from offspec.user_files import user_folder
 
-from .answers import INTERRUPTED, SharedAnswers, answer_of, interrupted
+from .answers import INTERRUPTED, Printer, SharedAnswers, answer_of, describe_answers, interrupted
 from .batch import EMPTY_PROMPT, Answer, Asked, PromptBatch, TokenIds, Turns, is_turns
 from .constraints import ConstraintFlags, constraint_options
-from .first_run import tell_next_once
 from .flag_declarations import FlagRecord, OffspecCommand, option
 from .node_engine import EngineJob
 from .options import (
@@ -48,7 +48,6 @@ from .options import (
 from .ray_batch import RayEngines
 from .reading import read_prompt
 from .reasoning import ThinkingReader, reader_of, thinking_first
-from .several_answers import AnswerFlags, Printer, answer_several, describe_answers
 from .terminal import as_shown, draft_off, first_pass_shown, wrapped
 
 if TYPE_CHECKING:
@@ -75,7 +74,7 @@ class PromptFlags:
     def is_batch(self) -> bool:
         return self.prompt_file is not None and self.prompt_file.suffix == ".jsonl"
 
-    def check(self, num_answers: int, think: bool | None) -> None:
+    def check(self, num_answers: int, think: bool | None, temperature: float) -> None:
         """Raises click.UsageError for flags that contradict each other."""
         if self.cache_prompt is not None and (self.is_batch or num_answers > 1):
             raise click.UsageError("--cache-prompt needs one prompt and one answer.")
@@ -85,6 +84,10 @@ class PromptFlags:
             raise click.UsageError("--think and --no-think need the chat template, which --raw turns off.")
         if self.is_batch and self.prompt is not None:
             raise click.UsageError("Give PROMPT or --prompt-file, not both.")
+        if self.is_batch and num_answers > 1:
+            raise click.UsageError("--num-answers needs one prompt, not a .jsonl file; repeat its lines instead.")
+        if num_answers > 1 and temperature == 0:
+            raise click.UsageError("At --temperature 0 all answers are equal; raise it, or omit --num-answers.")
 
     def words(self, model: str) -> str:
         """The prompt's text. Raises click.UsageError if it is empty."""
@@ -217,25 +220,24 @@ def command(
     constraint: ConstraintFlags,
 ) -> None:
     sampling = constraint.applied_to(sampling)
-    model, prompt = loading.model, prompts.prompt
-    if prompt is None:
-        model, prompt = _alone(model)
+    model, prompt = (loading.model, prompts.prompt) if prompts.prompt is not None else _alone(loading.model)
     prompts = replace(prompts, prompt=prompt)
-    prompts.check(num_answers, loading.think)
+    prompts.check(num_answers, loading.think, sampling.temperature)
     shown = OutputFlags(as_json, show_stats, quiet, verbose)
-    (max_texts, ray), several = batch, AnswerFlags(num_answers, batch[0])
-    several.check(sampling, is_file=prompts.is_batch)
     loading = replace(fit_to_requests(loading, sampling, speculation), model=model, chats=prompts.system is not None)
-    _check_ray(ray, prompts, loading)
     if prompts.is_batch:
-        _run_file(prompts, output, loading, sampling, speculation, max_texts=max_texts, ray=ray, shown=shown)
+        _run_file(prompts, loading, sampling, speculation, shown, output, batch)
         return
-    if output is not None:
-        raise click.UsageError("--output needs a --prompt-file that ends with .jsonl.")
-    loading = replace(loading, texts=several.num_texts, answer_tokens=sampling.max_new_tokens)
-    load = partial(_load_one, prompts, loading, shown)
-    run = partial(_run_several, several=several) if num_answers > 1 else partial(_run_one, prompts.cache_prompt)
-    run(load, sampling, speculation, shown=shown)
+    max_texts, ray = batch
+    if output is not None or ray is not None:
+        flag = "--batch ray" if output is None else "--output"
+        raise click.UsageError(f"{flag} needs a --prompt-file that ends with .jsonl.")
+    num_texts = min(num_answers, max_texts or AUTO_TEXTS)
+    loading = replace(loading, texts=num_texts, answer_tokens=sampling.max_new_tokens)
+    if num_answers > 1:
+        _run_several(prompts, loading, sampling, speculation, shown, num_answers)
+    else:
+        _run_one(prompts, loading, sampling, speculation, shown)
 
 
 reworded(
@@ -252,24 +254,28 @@ def _load_one(prompts: PromptFlags, loading: LoadOptions, shown: OutputFlags) ->
 
 
 def _run_one(
-    cache_file: Path | None,
-    load: Callable[[], tuple[Engine, Prompt]],
+    prompts: PromptFlags,
+    loading: LoadOptions,
     params: SamplingParams,
     speculation: SpeculationParams,
     shown: OutputFlags,
 ) -> None:
-    """Answer one prompt on standard output. cache_file: of the prompt's KV entries, or None."""
-    engine, prompt = load()
-    params, prompt = thinking_first(params, prompt), engine.encode(prompt)
+    """Answer one prompt on standard output."""
+    engine, prompt = _load_one(prompts, loading, shown)
+    params, ids = thinking_first(params, prompt), engine.encode(prompt)
     notes = list[str]()  # shown after the text, not in the middle of it
-    source = engine if cache_file is None else _cached(engine, cache_file, notes.append)
-    steps = _steps(engine, source.generate(prompt, params, speculation), quiet=shown.quiet)
+    source: Engine | PromptCache = engine
+    if prompts.cache_prompt is not None:
+        from offspec import PromptCache
+
+        source = PromptCache(engine, prompts.cache_prompt, notes.append)
+    steps = _steps(engine, source.generate(ids, params, speculation), quiet=shown.quiet)
     if shown.as_json:
-        record, last = _answer(engine, prompt, steps, params)
-        click.echo(json.dumps(record))
+        all_steps = list(steps)
+        last = all_steps[-1]
+        click.echo(json.dumps(answer_of(engine, ids, all_steps, params)))
     else:
-        thinking = reader_of(engine, prompt, params)
-        last = _stream(_apart(steps, thinking, quiet=shown.quiet))
+        last = _stream(_apart(steps, reader_of(engine, ids, params), quiet=shown.quiet))
         if not shown.quiet:
             _tell_cut(engine, last, params)
     for note in notes if not shown.quiet else ():
@@ -278,62 +284,91 @@ def _run_one(
         click.echo(wrapped(describe(last), indent=10 * " "), err=True)
     elif shown.verbose and (off := draft_off(last.stats)):
         click.echo(wrapped(f"offspec: the draft is {off}"), err=True)
-    _pass_on(last)
+    if last.finish_reason == INTERRUPTED:
+        raise KeyboardInterrupt
     if not (shown.as_json or shown.quiet):
-        tell_next_once(engine)
+        _tell_next_once(engine)
 
 
 def _run_several(
-    load: Callable[[], tuple[Engine, Prompt]],
+    prompts: PromptFlags,
+    loading: LoadOptions,
     params: SamplingParams,
     speculation: SpeculationParams,
-    *,
-    several: AnswerFlags,
     shown: OutputFlags,
+    number: int,
 ) -> None:
-    """Give several answers to one prompt on standard output."""
-    engine, prompt = load()
+    """Give several answers to one prompt on standard output. If Ctrl-C stops them, those that have begun say so."""
+    engine, prompt = _load_one(prompts, loading, shown)
     params = thinking_first(params, prompt)
     ids, began = engine.encode(prompt), time.perf_counter()
-    answer = partial(answer_several, engine, ids, params, speculation, several, quiet=shown.quiet)
+    answers: list[list[Step]] = [[] for _ in range(number)]
+    show: Callable[[int, Step], object] = (lambda index, step: None) if shown.as_json else Printer(number)
+    pairs = engine.generate_answers(ids, number, params, speculation, max_texts=loading.texts)
+    try:
+        for index, step in first_pass_shown(engine, pairs, quiet=shown.quiet):
+            answers[index].append(step)
+            show(index, step)
+    except KeyboardInterrupt:
+        if not any(answers):
+            raise
+        for index, steps in enumerate(answers):
+            if steps and steps[-1].finish_reason is None:
+                steps.append(interrupted(steps[-1]))
+                show(index, steps[-1])
+    ends = [steps[-1] for steps in answers if steps]
     if shown.as_json:
-        all_steps = answer()
-        click.echo(json.dumps([answer_of(engine, ids, steps, params) for steps in all_steps]))
-    else:
-        all_steps = answer(seen=Printer(several.number))
-        cut = next((steps[-1] for steps in all_steps if steps[-1].finish_reason == "length"), None)
-        if cut is not None and not shown.quiet:
-            _tell_cut(engine, cut, params)
+        click.echo(json.dumps([answer_of(engine, ids, steps, params) for steps in answers if steps]))
+    elif not shown.quiet and (cut := next((end for end in ends if end.finish_reason == "length"), None)) is not None:
+        _tell_cut(engine, cut, params)
     if shown.stats:
-        click.echo(describe_answers(all_steps, time.perf_counter() - began), err=True)
-    for steps in all_steps:
-        _pass_on(steps[-1])
+        click.echo(describe_answers(ends, time.perf_counter() - began), err=True)
+    if any(end.finish_reason == INTERRUPTED for end in ends):
+        raise KeyboardInterrupt
 
 
 def _run_file(
     prompts: PromptFlags,
-    output: Path | None,
     loading: LoadOptions,
     sampling: SamplingParams,
     speculation: SpeculationParams,
-    *,
-    max_texts: int | None,
-    ray: str | None,
     shown: OutputFlags,
+    output: Path | None,
+    batch_flag: tuple[int | None, str | None],
 ) -> None:
-    """Answer the prompts of a file, here or on a Ray cluster."""
-    settings = _settings(prompts, loading, speculation)
-    with closing(_batch_of(prompts, output, settings, sampling)) as batch:
+    """Answer the prompts of a file, here or on a Ray cluster; without open prompts, none of them is asked for."""
+    assert prompts.prompt_file is not None
+    max_texts, ray = batch_flag
+    if ray is not None and loading.device.startswith("cuda:"):
+        raise click.UsageError(f"Ray chooses the GPU of each engine: give --device cuda instead of {loading.device}.")
+    sink = None if output == STANDARD_OUTPUT else output
+    with closing(PromptBatch(prompts.prompt_file, sink, _settings(prompts, loading, speculation), sampling)) as batch:
+        if chats := [task.line for task in batch.tasks if prompts.raw and is_turns(task.prompt)]:
+            raise click.UsageError(
+                f"{prompts.prompt_file}, line {chats[0]}: messages need the chat template, which --raw turns off."
+            )
         num_texts = max_texts or max(1, min(AUTO_TEXTS, len(batch.open_tasks)))
         loading = replace(loading, texts=num_texts)
         together = partial(SharedAnswers, to_prompt=prompts.for_model, speculation=speculation, max_texts=num_texts)
         if ray is None:
-            load = partial(load_engine, loading, quiet=shown.quiet, verbose=shown.verbose)
-            _run_batch(batch, load, together, show_stats=shown.stats, quiet=shown.quiet)
+            source: SharedAnswers | RayEngines = together(
+                partial(load_engine, loading, quiet=shown.quiet, verbose=shown.verbose)
+            )
         else:
             job = EngineJob(loading, partial(_answers_together, together=together), num_texts)
-            engines = RayEngines(ray, job, quiet=shown.quiet, verbose=shown.verbose)
-            _run_on_ray(batch, engines, show_stats=shown.stats, quiet=shown.quiet)
+            source = RayEngines(ray, job, quiet=shown.quiet, verbose=shown.verbose)
+        try:
+            batch.collect(source.answers, quiet=shown.quiet, progress=source.progress)
+        finally:
+            if shown.stats:
+                click.echo(source.describe(), err=True)
+
+
+def _answers_together(
+    engine: Engine, prompts: Sequence[Asked], *, together: Callable[[Callable[[], Engine]], SharedAnswers]
+) -> Generator[tuple[int, Answer | OffspecError], None, None]:
+    """The answers of one engine to several prompts (`node_engine.EngineJob`)."""
+    return together(lambda: engine).answers(prompts)
 
 
 def _settings(prompts: PromptFlags, loading: LoadOptions, speculation: SpeculationParams) -> dict[str, object]:
@@ -347,75 +382,6 @@ def _settings(prompts: PromptFlags, loading: LoadOptions, speculation: Speculati
     return settings
 
 
-def _batch_of(
-    prompts: PromptFlags, output: Path | None, settings: Mapping[str, object], params: SamplingParams
-) -> PromptBatch:
-    """The prompts of a file. Raises click.UsageError for messages with --raw."""
-    assert prompts.prompt_file is not None
-    sink = None if output == STANDARD_OUTPUT else output
-    batch = PromptBatch(prompts.prompt_file, sink, settings, params)
-    chats = [task.line for task in batch.tasks if prompts.raw and is_turns(task.prompt)]
-    if chats:
-        batch.close()
-        raise click.UsageError(
-            f"{prompts.prompt_file}, line {chats[0]}: messages need the chat template, which --raw turns off."
-        )
-    return batch
-
-
-def _run_batch(
-    batch: PromptBatch,
-    load: Callable[[], Engine],
-    together: Callable[[Engine], SharedAnswers],
-    *,
-    show_stats: bool,
-    quiet: bool,
-) -> None:
-    """Answer the open tasks; if there is none, no model is loaded."""
-    if not batch.open_tasks:
-        batch.collect(_no_answers, quiet=quiet)
-        if show_stats:
-            click.echo(describe_batch([], 0.0), err=True)
-        return
-    engine = load()
-    answered = together(engine)
-    try:
-        batch.collect(answered.answers, quiet=quiet, progress=answered.progress)
-    finally:
-        if show_stats:
-            click.echo(describe_batch(answered.ends, answered.seconds), err=True)
-
-
-def _no_answers(prompts: Sequence[Asked]) -> Generator[tuple[int, Answer | OffspecError], None, None]:
-    yield from ()
-
-
-def _check_ray(address: str | None, prompts: PromptFlags, loading: LoadOptions) -> None:
-    """Raises click.UsageError for what --batch ray does not go with."""
-    if address is None:
-        return
-    if not prompts.is_batch:
-        raise click.UsageError("--batch ray needs a --prompt-file that ends with .jsonl.")
-    if loading.device.startswith("cuda:"):
-        raise click.UsageError(f"Ray chooses the GPU of each engine: give --device cuda instead of {loading.device}.")
-
-
-def _answers_together(
-    engine: Engine, prompts: Sequence[Asked], *, together: Callable[[Engine], SharedAnswers]
-) -> Generator[tuple[int, Answer | OffspecError], None, None]:
-    """The answers of one engine to several prompts (`node_engine.Job`)."""
-    yield from together(engine).answers(prompts)
-
-
-def _run_on_ray(batch: PromptBatch, engines: RayEngines, *, show_stats: bool, quiet: bool) -> None:
-    """Answer the open tasks on a cluster; if there is none, no cluster is looked for."""
-    try:
-        batch.collect(engines.answers, quiet=quiet, progress=engines.progress)
-    finally:
-        if show_stats:
-            click.echo(engines.describe(), err=True)
-
-
 def _alone(argument: str) -> tuple[str, str | None]:
     """MODEL and PROMPT for a single argument: it is PROMPT if a setting names MODEL and it does not look like MODEL."""
     named = (click.get_current_context().default_map or {}).get("model")
@@ -423,13 +389,6 @@ def _alone(argument: str) -> tuple[str, str | None]:
     if named is None or argument in (named, *MODEL_NAMES) or is_path or os.path.exists(argument):
         return argument, None
     return named, argument
-
-
-def _cached(engine: Engine, file: Path, notify: Callable[[str], None]) -> PromptCache:
-    """Raises UsageError for a file of something else."""
-    from offspec import PromptCache
-
-    return PromptCache(engine, file, notify)
 
 
 def _stream(steps: Generator[Step, None, None]) -> Step:
@@ -477,12 +436,6 @@ def _steps(engine: Engine, steps: Generator[Step, None, None], *, quiet: bool) -
         yield interrupted(last)
 
 
-def _pass_on(last: Step) -> None:
-    """Raise KeyboardInterrupt if Ctrl-C stopped the text, for the exit code."""
-    if last.finish_reason == INTERRUPTED:
-        raise KeyboardInterrupt
-
-
 def _tell_cut(engine: Engine, last: Step, params: SamplingParams) -> None:
     """Print a note if a limit cut the text, with the flag that allows more; not for an explicit --max-new-tokens.
 
@@ -499,15 +452,6 @@ def _tell_cut(engine: Engine, last: Step, params: SamplingParams) -> None:
         click.echo(f"offspec: {limit}; --max-new-tokens N allows more", err=True)
     elif click.get_current_context().get_parameter_source("max_new_tokens") is not ParameterSource.COMMANDLINE:
         click.echo(f"offspec: cut at {params.max_new_tokens} tokens; --max-new-tokens N allows more", err=True)
-
-
-def _answer(
-    engine: Engine, prompt: Sequence[int], generated: Iterable[Step], params: SamplingParams
-) -> tuple[Answer, Step]:
-    """The answer to one request as a JSON object, and its last step."""
-    steps = list(generated)
-    last = steps[-1]
-    return answer_of(engine, prompt, steps, params), last
 
 
 def describe(last: Step) -> str:
@@ -545,14 +489,18 @@ def describe(last: Step) -> str:
     return "\n".join(lines)
 
 
-def describe_batch(ends: Sequence[Step], seconds: float) -> str:
-    """The statistics of a batch as text. ends: the last step of each request. seconds: of all of them together."""
-    if not ends:
-        return "batch     0 prompts"
-    stats = [last.stats for last in ends]
-    num_tokens, num_passes = sum(s.num_tokens for s in stats), sum(s.num_passes for s in stats)
-    ended = ", ".join(f"{count} {reason}" for reason, count in Counter(last.finish_reason for last in ends).items())
-    return (
-        f"batch     {len(ends)} prompts ({ended}), {num_tokens} tokens, {num_tokens / seconds:.1f} tokens/s including "
-        f"first passes, {num_tokens / num_passes:.2f} tokens per pass of a text"
-    )
+def _tell_next_once(engine: Engine) -> None:
+    """Name `offspec chat` on stderr, unless this user has seen that; for models that chat, on terminals only.
+
+    A file in the user's cache folder remembers it. Where none can be written, nothing is told.
+    """
+    streams = (sys.stdout, sys.stderr)
+    if not all(stream is not None and stream.isatty() for stream in streams) or not engine.tokenizer.has_chat_template:
+        return
+    marker = user_folder("cache") / "told-of-chat"
+    try:
+        marker.parent.mkdir(parents=True, exist_ok=True)
+        marker.touch(exist_ok=False)
+    except OSError:
+        return
+    click.echo(f"next: offspec chat {shlex.quote(engine.name)}", err=True)
