@@ -22,7 +22,7 @@ from offspec.errors import OffspecError, StorageError, UsageError
 from offspec.user_files import cannot_write, check_writable, lock
 
 from .constraints import NAMES, constraint_in
-from .flag_names import with_flags
+from .flag_declarations import with_flags
 from .reading import read_bytes, read_file
 from .server.openai_requests import FIELDS, sampling_params
 from .terminal import ProgressLine, TimeLeft

@@ -20,8 +20,7 @@ from offspec.user_files import expand_home, user_folder
 
 from .chat_files import KeptChat, chats_folder, newest_file
 from .constraints import ANY_OBJECT, CONSTRAINT, OFF, constraint_options
-from .flag_declarations import OUTPUT, VALUES, OffspecCommand, option, record_of
-from .flag_names import with_flags
+from .flag_declarations import OUTPUT, VALUES, OffspecCommand, option, record_of, with_flags
 from .learning import learning_kept, written_file
 from .line_input import LineInput, PipeInput, TerminalInput, open_history, unquoted
 from .options import (

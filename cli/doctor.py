@@ -12,8 +12,7 @@ import click
 
 from offspec import __version__, format_quantity, format_size
 
-from .flag_declarations import OffspecCommand, option
-from .flag_names import with_flags
+from .flag_declarations import OffspecCommand, option, with_flags
 from .terminal import is_watched, show_line
 
 if TYPE_CHECKING:

@@ -1,11 +1,14 @@
 """Flags, declared once: spelling, type, default, help, heading, and the record that they are a field of.
 
-From a declaration follow the flag's place in `--help`, its keys in the settings, its name in messages (`flag_names`),
-and the record that the command receives. A command with several records gets each of them, built once.
+From a declaration follow the flag's place in `--help`, its keys in the settings, its name in messages, and the record
+that the command receives. A command with several records gets each of them, built once. Errors and notes of `offspec`,
+`loaders` and `scheduler` name a setting by its argument in Python, between backticks (`draft=none`); the terminal says
+`--draft none`.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
@@ -76,6 +79,18 @@ REPLACED = {
     "--warmup": "--repeats WARMUPS+N",
 }
 FLAGS: dict[str, str] = {}  # name of a setting in Python → flag; of every command that was imported
+# Flags that messages name before a command's module, which declares them, can be imported: memory is short.
+_ALWAYS = {"context": "--context", "ram": "--ram", "vram": "--vram"}
+
+
+def with_flags(message: str) -> str:
+    """The message with flags in place of arguments; other words between backticks stay."""
+    flags = _ALWAYS | FLAGS
+
+    def named(match: re.Match[str]) -> str:
+        return " ".join(filter(None, (flags[match[1]], match[2]))) if match[1] in flags else match[0]
+
+    return re.sub(r"`([a-z_]+)(?:=([^`]*))?`", named, message)
 
 
 class OffspecOption(click.Option):

@@ -24,8 +24,7 @@ from click.shell_completion import shell_complete
 from offspec import __version__
 from offspec.errors import OffspecError
 
-from .flag_declarations import HELP_NAMES, Commands
-from .flag_names import with_flags
+from .flag_declarations import HELP_NAMES, Commands, with_flags
 from .interrupts import INTERRUPTED, handle_interrupts
 
 COMMANDS = {

@@ -11,8 +11,7 @@ import click
 
 from offspec import format_size
 
-from .flag_declarations import OffspecCommand, option
-from .flag_names import with_flags
+from .flag_declarations import OffspecCommand, option, with_flags
 
 if TYPE_CHECKING:
     from offspec.tools.local_models import LocalModel

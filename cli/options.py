@@ -29,8 +29,7 @@ from offspec import (
 from offspec.errors import UsageError
 
 from . import flag_declarations as heading
-from .flag_declarations import Decorator, FlagRecord, all_of, option
-from .flag_names import with_flags
+from .flag_declarations import Decorator, FlagRecord, all_of, option, with_flags
 from .learning import learning_alone, written_file
 from .terminal import LoadingBar, is_watched
 

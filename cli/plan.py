@@ -12,8 +12,7 @@ from click.core import ParameterSource
 
 from offspec import PLAN_FORMATS, LoadOptions, format_seconds, format_size
 
-from .flag_declarations import DRAFT, OWN, OffspecCommand, option
-from .flag_names import with_flags
+from .flag_declarations import DRAFT, OWN, OffspecCommand, option, with_flags
 from .options import (
     DRAFT_NAME,
     LOADING,

@@ -13,8 +13,7 @@ from offspec import CONVERT_FORMATS, LOSSLESS_FORMAT, SHADOW_FORMATS, ConvertPar
 from offspec.errors import OffspecError
 from offspec.user_files import expand_home
 
-from .flag_declarations import OffspecCommand, option
-from .flag_names import with_flags
+from .flag_declarations import OffspecCommand, option, with_flags
 from .options import A_MODEL, MODEL
 from .terminal import ProgressLine, TimeLeft
 

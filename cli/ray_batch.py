@@ -22,7 +22,7 @@ import click
 from offspec.errors import OffspecError, UsageError
 
 from .batch import Answer, Asked
-from .flag_names import with_flags
+from .flag_declarations import with_flags
 from .node_engine import EngineJob, NodeEngine, Report, reason_of
 from .terminal import is_watched, show_line
 

@@ -22,8 +22,7 @@ from click.core import ParameterSource
 from offspec import AUTO_TEXTS, LoadOptions, SamplingParams, SpeculationParams
 from offspec.errors import TokenizerError, UsageError
 
-from .flag_declarations import OWN, OffspecCommand, option
-from .flag_names import with_flags
+from .flag_declarations import OWN, OffspecCommand, option, with_flags
 from .learning import learning_kept, written_file
 from .options import (
     LOADING,

@@ -29,7 +29,7 @@ from starlette.types import Message, Receive, Scope, Send
 from offspec import memory_error
 from offspec.errors import ConstraintError, ContextLengthError, OffspecError, TokenizerError, UsageError
 
-from ..flag_names import with_flags
+from ..flag_declarations import with_flags
 from .answer_forms import AnswerChunk, AnswerForm, ApiForm, StreamFormat
 from .model_manager import UnknownModelError
 from .openai_answers import failure

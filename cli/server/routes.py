@@ -33,7 +33,7 @@ from offspec import RECOMMENDED, Engine, SamplingParams, with_recommended
 from offspec.errors import OffspecError, UsageError
 from offspec.user_files import parse_json
 
-from ..flag_names import with_flags
+from ..flag_declarations import with_flags
 from . import llama_cpp, ollama
 from .answer_forms import ApiForm
 from .anthropic_messages import Messages

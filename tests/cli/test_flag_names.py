@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 import pytest
 
-from offspec.cli.flag_names import FLAGS, with_flags
+from offspec.cli.flag_declarations import FLAGS, with_flags
 from offspec.cli.main import COMMANDS, cli
 
 ROOT = Path(__file__).resolve().parents[2]
