@@ -199,14 +199,13 @@ class PromptBatch:
             self._tell(line, error)
         if not quiet:
             self._tell_typos()
-        tasks, shows, left = self.open_tasks, not quiet and self.output is not None, TimeLeft()
-        progress_line = ProgressLine()
+        tasks, left, progress_line = self.open_tasks, TimeLeft(), ProgressLine(quiet=quiet or self.output is None)
         num_before = len(self.tasks) - len(tasks)
         if num_before and not quiet:
             click.echo(f"offspec: {num_before} of {len(self.tasks)} prompts were answered before", err=True)
 
         def show(number: int) -> None:
-            if shows and number < len(tasks):
+            if number < len(tasks):
                 time_left = left(time.monotonic(), number, len(tasks))
                 progress_line.show(f"prompt {num_before + number + 1} of {len(self.tasks)}{time_left}{progress()}")
 
@@ -217,8 +216,7 @@ class PromptBatch:
                 for number, (place, answer) in enumerate(answered, 1):
                     self._keep(tasks[place], answer)
                     show(number)
-        if shows:
-            progress_line.clear()
+        progress_line.show()
         if self.errors:
             lines = ", ".join(map(str, sorted(self.errors)))
             again = "" if self.output is None else "; correct them and repeat the command"

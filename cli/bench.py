@@ -182,7 +182,7 @@ def command(
     runs: dict[str, Any] = {
         "num_warmups": num_warmups,
         "num_repeats": num_repeats,
-        "progress": _no_progress if quiet else partial(_progress, ProgressLine()),
+        "progress": partial(_progress, ProgressLine(quiet=quiet)),
     }
     if numbers is not None:
         from offspec.tools.texts_benchmark import check_numbers, default_workloads, measure_texts
@@ -243,14 +243,7 @@ def _workloads(file: Path) -> list[Workload]:
 
 
 def _progress(line: ProgressLine, done: int, total: int) -> None:
-    if done < total:
-        line.show(f"run {done + 1} of {total}")
-    else:
-        line.clear()
-
-
-def _no_progress(done: int, total: int) -> None:
-    pass
+    line.show(f"run {done + 1} of {total}" if done < total else "")
 
 
 @dataclass(frozen=True)

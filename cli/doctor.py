@@ -13,7 +13,7 @@ import click
 from offspec import __version__, format_quantity, format_size
 
 from .flag_declarations import OffspecCommand, option, with_flags
-from .terminal import is_watched, show_line
+from .terminal import ProgressLine
 
 if TYPE_CHECKING:
     from offspec.tools.diagnosis import Diagnosis, ProductRate
@@ -55,17 +55,11 @@ Examples:
 def command(device: str, path: Path | None, quick: bool, as_json: bool, quiet: bool, verbose: bool) -> None:
     from offspec.tools.diagnosis import diagnose
 
-    shows_progress = not quiet and not quick and is_watched()
-
-    def progress(step: str) -> None:
-        if shows_progress:
-            show_line(f"measuring {step} ...")
-
+    line = ProgressLine(quiet=quiet or quick)
     try:
-        diagnosis = diagnose(device, path, quick=quick, progress=progress)
+        diagnosis = diagnose(device, path, quick=quick, progress=lambda step: line.show(f"measuring {step} ..."))
     finally:
-        if shows_progress:
-            show_line()
+        line.show()
     if as_json:
         click.echo(json.dumps({"version": __version__, **diagnosis.as_dict()}))
     else:

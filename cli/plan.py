@@ -27,7 +27,7 @@ from .options import (
     reworded,
     size,
 )
-from .terminal import is_watched, show_line
+from .terminal import ProgressLine
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -134,13 +134,13 @@ def command(
         raise click.UsageError(f"--gpu {gpu} and --device {loading.device} both name the device; omit one.")
     from offspec.tools.forecast import Assumptions, make_forecast
 
-    def progress(step: str) -> None:
-        if is_watched() and not quiet:
-            show_line(f"measuring {step}" if step else "")
+    line, assumptions = ProgressLine(quiet=quiet), Assumptions(gpu, form, disk_rate, cpu, ram_rate)
 
-    assumptions = Assumptions(gpu, form, disk_rate, cpu, ram_rate)
+    def progress(step: str) -> None:
+        line.show(f"measuring {step}" if step else "")
+
     forecast = make_forecast(loading, assumptions, drafts=draft, widths=WIDTHS, progress=progress)
-    progress("")
+    line.show()
     for note in forecast.notes:
         if verbose or (note.advice and not quiet):
             click.echo(f"offspec: {with_flags(note.text)}", err=True)

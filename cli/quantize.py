@@ -98,7 +98,7 @@ def command(
     if shadow is not None and (form != ConvertParams.format or not double_quant or imatrix is not None):
         raise click.UsageError("--shadow has a format of its own; leave out --format, --no-double-quant and --imatrix.")
     start = time.monotonic()
-    bar = None if quiet else ConversionLine()
+    bar = ConversionLine(quiet=quiet)
     try:
         target = dst and expand_home(dst)
         if shadow is None:
@@ -109,8 +109,7 @@ def command(
 
             done = make_shadow(src, int(shadow), target, progress=bar)
     finally:
-        if bar is not None:
-            bar.clear()
+        bar.show()
     if shadow is None:
         _warn_of_a_model_not_run(done.path)
     if form in ("nf4", "fp4") and done.result_bytes > done.source_bytes and not quiet:
@@ -149,7 +148,7 @@ def _ratios(done: Conversion, *, each: bool) -> list[str]:
     return [*lines, f"{len(packed)} matrices packed: {ratios}, the same bits when unpacked again (compared){stayed}"]
 
 
-def _convert(source: str, target: Path | None, params: ConvertParams, bar: ConversionLine | None) -> Conversion:
+def _convert(source: str, target: Path | None, params: ConvertParams, bar: ConversionLine) -> Conversion:
     from offspec import convert
 
     if target is None:
@@ -168,11 +167,11 @@ def _warn_of_a_model_not_run(folder: Path) -> None:
         click.echo(f"offspec: the conversion is complete, but offspec cannot run this model: {why}", err=True)
 
 
-class ConversionLine:
-    """A progress line: the share converted and the time left."""
+class ConversionLine(ProgressLine):
+    """The share converted and the time left."""
 
-    def __init__(self) -> None:
-        self._line = ProgressLine()
+    def __init__(self, *, quiet: bool = False) -> None:
+        super().__init__(quiet=quiet)
         self._left, self._shown = TimeLeft(), 0.0
 
     def __call__(self, bytes_done: int, bytes_total: int) -> None:
@@ -182,7 +181,4 @@ class ConversionLine:
             return
         self._shown = now
         percent, total = 100 * bytes_done // max(1, bytes_total), format_quantity(bytes_total, "B")
-        self._line.show(f"{percent} % of {total}{left}")
-
-    def clear(self) -> None:
-        self._line.clear()
+        self.show(f"{percent} % of {total}{left}")

@@ -51,21 +51,20 @@ def show_line(text: str = "") -> None:
 class ProgressLine:
     """Progress on stderr: on a terminal a line that the next one replaces, in a log a line every SELDOM_S."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """clock: in seconds."""
-        self._clock, self._told_s = clock, clock()
+    def __init__(self, *, quiet: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
+        """quiet: nothing is shown. clock: in seconds."""
+        self._quiet, self._clock, self._told_s = quiet, clock, clock()
 
-    def show(self, text: str) -> None:
+    def show(self, text: str = "") -> None:
+        """text: empty at the end, which removes the line."""
+        if self._quiet:
+            return
         if is_watched():
             show_line(text)
-        elif (now_s := self._clock()) - self._told_s >= SELDOM_S:
+        elif text and (now_s := self._clock()) - self._told_s >= SELDOM_S:
             self._told_s = now_s
             with suppress(OSError):
                 click.echo(f"offspec: {text}", err=True)
-
-    def clear(self) -> None:
-        if is_watched():
-            show_line()
 
 
 def as_shown(text: str, stream: TextIO | None = None) -> str:

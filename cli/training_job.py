@@ -81,30 +81,26 @@ def refuse_flags(names: Iterable[str], why: str) -> None:
 @contextmanager
 def training_line(
     *, quiet: bool, advice: str = "the same command with --resume continues from the last checkpoint."
-) -> Iterator[TrainingLine | None]:
+) -> Iterator[TrainingLine]:
     """A progress line, and `advice` after Ctrl-C."""
-    line = None if quiet else TrainingLine()
+    line = TrainingLine(quiet=quiet)
     try:
         yield line
     except KeyboardInterrupt:
         click.echo(f"\nInterrupted; {advice}", err=True)
         raise
     finally:
-        if line is not None:
-            line.clear()
+        line.show()
 
 
-class TrainingLine:
-    """A progress line: the phase, its progress and the time left."""
+class TrainingLine(ProgressLine):
+    """The phase of a training, its progress and the time left."""
 
-    def __init__(self) -> None:
-        self._line = ProgressLine()
-        self._what, self._left = "", TimeLeft()
+    def __init__(self, *, quiet: bool = False) -> None:
+        super().__init__(quiet=quiet)
+        self._stage, self._left = "", TimeLeft()
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        if stage != self._what:
-            self._what, self._left = stage, TimeLeft()
-        self._line.show(f"{stage}: {done} of {total}{self._left(time.monotonic(), done, total)}")
-
-    def clear(self) -> None:
-        self._line.clear()
+        if stage != self._stage:
+            self._stage, self._left = stage, TimeLeft()
+        self.show(f"{stage}: {done} of {total}{self._left(time.monotonic(), done, total)}")

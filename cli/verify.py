@@ -172,13 +172,10 @@ def command(
         if "own" in drafts and not quiet:
             click.echo("offspec: without --draft, only the random draft is verified", err=True)
 
-    line = ProgressLine()
+    line = ProgressLine(quiet=quiet)
 
     def progress(done: int, total: int) -> None:
-        if not quiet and done < total:
-            line.show(f"{done}/{total} settings")
-        elif not quiet:
-            line.clear()
+        line.show(f"{done}/{total} settings" if done < total else "")
 
     report = verify(engine, prompts, settings, max_new_tokens=max_new_tokens, seed=seed, progress=progress)
     if as_json:

@@ -165,14 +165,14 @@ def test_progress_in_a_log_is_a_line_now_and_then(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     now_s = 0.0
-    line = ProgressLine(lambda: now_s)
+    line = ProgressLine(clock=lambda: now_s)
     for now_s in range(0, 200, 20):
         line.show(f"{now_s} of 200")
-    line.clear()
+    line.show()
     assert capsys.readouterr().err == "offspec: 60 of 200\noffspec: 120 of 200\noffspec: 180 of 200\n"
     on_terminal(monkeypatch, 80)
     line.show("200 of 200")
-    line.clear()
+    line.show()
     assert capsys.readouterr().err == "\r\x1b[K200 of 200\r\x1b[K"
 
 
