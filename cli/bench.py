@@ -21,6 +21,7 @@ from offspec import LoadOptions, SamplingParams, SpeculationParams
 from offspec.errors import StorageError
 
 from . import flag_declarations as heading
+from . import terminal
 from .batch import check_sink, read_prompts
 from .bench_texts import check_flags, several_numbers, texts_table, with_spread
 from .flag_declarations import PARTS, OffspecCommand, option
@@ -277,11 +278,7 @@ def table(report: BenchmarkReport, width: int, *, verbose: bool = False) -> list
     verbose: also how often the draft's nodes were accepted, by their predicted probability.
     """
     rows = [_cells(row) for row in report.rows()]
-    sizes = [max(len(name), *(len(cells[name]) for cells in rows)) for name in rows[0]]
-    lines = [
-        "  ".join(cell.rjust(size) for cell, size in zip(cells, sizes, strict=True))
-        for cells in (list(rows[0]), *(list(cells.values()) for cells in rows))
-    ]
+    lines = terminal.table([[*rows[0]], *([*cells.values()] for cells in rows)])
     if len(lines[0]) > width:
         lines = [line for cells in rows for line in (*(f"{name}: {cell}" for name, cell in cells.items()), "")]
     outcome = report.outcome()

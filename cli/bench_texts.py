@@ -12,6 +12,7 @@ from click.core import ParameterSource
 from offspec import SpeculationParams
 
 from .options import MAX_TEXTS
+from .terminal import table
 
 if TYPE_CHECKING:
     from offspec.tools.benchmark import Figure
@@ -44,8 +45,7 @@ def check_flags(speculation: SpeculationParams) -> None:
 def texts_table(report: TextsReport, width: int) -> list[str]:
     """One line per number of texts, then remarks."""
     rows = [["texts", "tokens/s together", "each", "tokens/pass", "gain"], *map(_cells, report.rows())]
-    sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.rjust(size) for cell, size in zip(row, sizes, strict=True)) for row in rows]
+    lines = table(rows)
     same = f"all {report.num_compared} texts equal those of the first row"
     if report.num_different:
         same = (

@@ -46,7 +46,7 @@ from .options import (
 from .reasoning import thinking_first
 from .server.privacy import public_name
 from .settings import nearest, parsed_value, settable
-from .terminal import as_shown, columns, draft_off, first_pass_shown, keys_held, marked, shows_colors, wrapped
+from .terminal import as_shown, columns, draft_off, first_pass_shown, keys_held, marked, shows_colors, table, wrapped
 from .word_wrap import WordWrap
 
 if TYPE_CHECKING:
@@ -631,7 +631,7 @@ KEYS = (
 )
 
 
-STATS_COLUMNS = {"turn": 4, "prompt": 6, "new": 6, "reply": 6, "per pass": 8, "first s": 7, "tokens/s": 8, "seed": 10}
+STATS_COLUMNS = ("turn", "prompt", "new", "reply", "per pass", "first s", "tokens/s", "seed")
 
 
 def stats_table(session: Session, width: int | None = None) -> list[str]:
@@ -641,21 +641,19 @@ def stats_table(session: Session, width: int | None = None) -> list[str]:
     """
     rows = [_stats_cells(number, turn) for number, turn in enumerate(session.turns, 1)]
     used = f"{session.num_tokens} of {session.engine.max_context} tokens of context used"
-    head = _stats_line(list(STATS_COLUMNS))
-    if width is None or len(head) <= width:
-        return [head, *map(_stats_line, rows), used]
-    sentences = [", ".join(map(" ".join, zip(STATS_COLUMNS, row, strict=False))) for row in rows]
+    lines = table([STATS_COLUMNS, *rows])
+    if width is None or max(map(len, lines)) <= width:
+        return [*lines, used]
+    sentences = [
+        ", ".join(f"{name} {cell}" for name, cell in zip(STATS_COLUMNS, row, strict=True) if cell) for row in rows
+    ]
     return [line for text in (*sentences, used) for line in textwrap.wrap(text, max(width, 20), subsequent_indent="  ")]
-
-
-def _stats_line(cells: Sequence[str]) -> str:
-    return "  ".join(cell.rjust(size) for cell, size in zip(cells, STATS_COLUMNS.values(), strict=False))
 
 
 def _stats_cells(number: int, turn: Turn) -> list[str]:
     """Cells in the order of STATS_COLUMNS; a turn from a file has only the first two."""
     if (s := turn.stats) is None:
-        return [str(number), "(loaded)"]
+        return [str(number), "(loaded)", *[""] * 6]
     rate = f"{s.decode_tokens_per_s:.1f}" if s.decode_tokens_per_s else "-"
     seed = f"{s.seed}{'  lossy' * s.is_lossy}"
     counts = map(str, (number, s.num_prompt_tokens, s.num_prefilled_tokens, s.num_tokens))

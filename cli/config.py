@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -11,6 +10,7 @@ import click
 
 from .flag_declarations import Commands, OffspecCommand, option
 from .settings import Settings, settable
+from .terminal import table
 
 SECRETS = ("api-key",)  # values that are not printed: people paste this output into questions
 
@@ -62,7 +62,11 @@ def command(ctx: click.Context, name: str | None, as_json: bool, verbose: bool) 
         entries = [{"key": r.key, "value": r.value, "source": r.source, "commands": r.commands} for r in rows]
         click.echo(json.dumps({"file": None if settings.file is None else str(settings.file), "settings": entries}))
     else:
-        click.echo("\n".join([*_head(settings), "", *_table(rows)]))
+        file = settings.file or "no file (OFFSPEC_CONFIG is empty)"
+        is_missing = settings.file is not None and not settings.file.is_file()
+        cells = [(row.key, _shown(row.value), row.source, ", ".join(row.commands)) for row in rows]
+        click.echo(f"{file}{' (does not exist)' * is_missing}\n")
+        click.echo("\n".join(table([("setting", "value", "from", ""), *cells], 4)))
     for fault in faults[:-1]:
         click.echo(f"offspec: {' '.join(fault.message.split())}", err=True)
     if faults:
@@ -99,18 +103,3 @@ def _shown(value: object) -> str:
     if isinstance(value, (list, tuple)):
         return json.dumps(list(value)) if value else "-"
     return str(value) if isinstance(value, (int, float, str)) else "-"
-
-
-def _head(settings: Settings) -> list[str]:
-    if settings.file is None:
-        return ["no file (OFFSPEC_CONFIG is empty)"]
-    return [f"{settings.file}{'' if os.path.isfile(settings.file) else ' (does not exist)'}"]
-
-
-def _table(rows: list[SettingRow]) -> list[str]:
-    cells = [("setting", "value", "from", "")]
-    cells += [(row.key, _shown(row.value), row.source, ", ".join(row.commands)) for row in rows]
-    widths = [max(len(line[column]) for line in cells) for column in range(3)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(line, [*widths, 0], strict=True)).rstrip() for line in cells
-    ]

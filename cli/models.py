@@ -11,6 +11,7 @@ import click
 
 from offspec import format_size
 
+from . import terminal
 from .flag_declarations import OffspecCommand, option, with_flags
 
 if TYPE_CHECKING:
@@ -70,10 +71,7 @@ def table(models: Sequence[LocalModel]) -> str:
     rows = [("model", "size", "format", "draft")]
     for each in models:
         rows.append((each.name, format_size(each.size_bytes), each.form or "-", ", ".join(each.drafts) or "lookup"))
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    lines = [
-        "  ".join([*(text.ljust(width) for text, width in zip(row, widths, strict=False)), row[3]]) for row in rows
-    ]
+    lines = terminal.table(rows, 4)
     for place in range(len(models), 0, -1):
         if fault := models[place - 1].fault:
             lines[place] = "  ".join(lines[place].split("  ")[:-1]).rstrip() + "  does not run"

@@ -27,7 +27,7 @@ from .options import (
     reworded,
     size,
 )
-from .terminal import ProgressLine
+from .terminal import ProgressLine, table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -287,7 +287,7 @@ def _memory(forecast: Forecast) -> list[str]:
     if not forecast.has_card:
         rows = [[name, ram] for name, _, ram in rows]
     context = f"The largest context that fits with this KV cache is {forecast.max_context} tokens (--context)."
-    return [*_table(rows), context]
+    return [*table(rows, 1), context]
 
 
 def _kept(forecast: Forecast) -> list[str]:
@@ -303,16 +303,6 @@ def _cell(number: int) -> str:
     return format_size(number) if number else "-"
 
 
-def _table(rows: list[list[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join(
-            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        )
-        for row in rows
-    ]
-
-
 def _drafts(forecast: Forecast) -> list[str]:
     """What each draft is expected to bring, which one is the fastest, and where tokens per pass come from."""
     if len(forecast.prospects) < 2:
@@ -325,7 +315,7 @@ def _drafts(forecast: Forecast) -> list[str]:
     return [
         "",
         "Drafts, by these rates (sampled: tokens/s at temperature 1):",
-        *_table(rows),
+        *table(rows, 1),
         *refused,
         *_fastest(forecast),
         *_sources(forecast),
@@ -389,13 +379,14 @@ def _texts(forecast: Forecast) -> list[str]:
     return [
         "",
         "Texts that share passes, by these rates, at temperature 0, without their prompts:",
-        *_table(
+        *table(
             [
                 ["texts", *(str(each.num_texts) for each in prospects)],
                 ["tokens/s together", *(_three_digits(each.tokens_per_s) if each.plan else "-" for each in prospects)],
                 ["tokens/s each", *(_three_digits(each.each_tokens_per_s) if each.plan else "-" for each in prospects)],
                 ["tokens each may have", *(str(each.tokens_each) if each.plan else "-" for each in prospects)],
-            ]
+            ],
+            1,
         ),
     ]
 
@@ -422,7 +413,7 @@ def _caches(forecast: Forecast) -> list[str]:
     return [
         "",
         "Formats of the KV cache, in the same memory:",
-        *_table(rows),
+        *table(rows, 1),
         "With 8 or 4 bits the target computes with rounded keys and values: the text is that of plain decoding with",
         f"the same format, and may differ from that with {forecast.caches[0].stored_as}.",
     ]
@@ -472,7 +463,7 @@ def _gains(forecast: Forecast) -> list[str]:
         [name, _three_digits(seconds), _three_digits(rate)]
         for name, (seconds, rate) in zip(("as planned", *(name for name, _ in changes)), figures, strict=True)
     ]
-    lines = [f"{line}  {where}".rstrip() for line, where in zip(_table(rows), ("", *tiers), strict=True)]
+    lines = [f"{line}  {where}".rstrip() for line, where in zip(table(rows, 1), ("", *tiers), strict=True)]
     return ["", "With more memory, or in 4 bit (tokens/s at temperature 0):", *lines]
 
 

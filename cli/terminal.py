@@ -11,7 +11,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
@@ -135,6 +135,20 @@ def _terminal_settings() -> list[Any] | None:
 
 def columns() -> int:
     return shutil.get_terminal_size().columns
+
+
+def table(rows: Sequence[Sequence[str]], num_left: int = 0) -> list[str]:
+    """A line for each row, its cells as wide as their column: of the first `num_left` columns with spaces behind them,
+    of the others before them.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if place < num_left else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
 
 
 class TimeLeft:
