@@ -38,10 +38,6 @@ ANSWER_BEGINS = b'{"line": '
 OWN_KEYS = frozenset(
     ("line", "settings", "model", "draft", "prompt_token_ids", "token_ids", "text", "finish_reason", "seed", "stats")
 )
-NEWER_SETTINGS = (
-    *("constraint", "frequency_penalty", "presence_penalty", "logit_bias"),
-    *("logprobs", "prompt_logprobs"),
-)
 READ_KEYS = {"prompt", "messages", "stop", "logit_bias", *NAMES, *(name for name, _, _ in FIELDS)}  # of a line
 TYPO = 0.8  # similarity of a misspelt key: "max_new_tokns" has 0.96, "step" and "stop" 0.75
 TAKEN = OWN_KEYS - {"seed"}  # keys that no line may have; a line's seed is also its answer's
@@ -302,9 +298,6 @@ class PromptBatch:
     def _settings_of(self, task: Task) -> dict[str, object]:
         sampling = task.sampling(self._params)
         settings: dict[str, object] = asdict(sampling)
-        for name in NEWER_SETTINGS:  # as in the answers of versions without them
-            if getattr(sampling, name) == getattr(SamplingParams, name):
-                del settings[name]
         if sampling.constraint is not None:  # those of lines and flags have no other fields
             settings["constraint"] = {"kind": sampling.constraint.kind, "text": sampling.constraint.text}
         return {**self._settings, **settings}

@@ -19,7 +19,7 @@ from offspec.errors import OffspecError, UsageError
 from offspec.user_files import expand_home, user_folder
 
 from .chat_files import KeptChat, chats_folder, newest_file
-from .constraints import ANY_OBJECT, CONSTRAINT, OFF, constraint_options
+from .constraints import CONSTRAINT, constraint_options
 from .flag_declarations import OUTPUT, VALUES, OffspecCommand, option, record_of, with_flags
 from .learning import learning_kept, written_file
 from .line_input import LineInput, PipeInput, TerminalInput, open_history, unquoted
@@ -56,11 +56,6 @@ MAX_NEW_TOKENS = 1024  # in a chat the model ends its replies itself
 LEAVING = ("exit", "quit", "bye")
 OWN_SETTINGS = {"when_full", "show_stats", "wrap", "save_cache"}  # by click's names
 SETTINGS = (SAMPLING, SPECULATION, CONSTRAINT)  # records whose flags are settings of the conversation, too
-# In chats that earlier versions saved. They changed no text, but for json-object, regex and lossy acceptance.
-FORMER_SETTINGS = {
-    *("lookup", "recycling", "recall", "reuse", "overlap", "forced", "draft-scoring", "tree"),
-    *("strength", "beam", "gamma", "json-object", "regex"),
-}
 SHORTHANDS = {"verbose": "stats"}  # Ollama's name
 # What `/set` shows first; the others follow.
 USUAL_SETTINGS = ("temperature", "top-p", "top-k", "max-new-tokens", "seed", "stop", "stats")
@@ -582,7 +577,7 @@ class Chat:
         path, before = _path(argument, "/load"), (self.session.turns, self.session.system)
         settings = self.session.load(path)
         try:
-            self.change(_present(settings))
+            self.change(settings)
         except OffspecError as exc:
             self.session.turns, self.session.system = before
             raise UsageError(f"{path}: {exc}") from exc
@@ -674,14 +669,6 @@ def _shown(turn: Turn) -> str:
     """A message and its reply, as `/show` has them."""
     state = " (stopped)" if turn.finish_reason == "interrupted" else ""
     return as_shown(f">>> {turn.message}\n{turn.reply.rstrip()}{state}\n")
-
-
-def _present(settings: Mapping[str, object]) -> dict[str, object]:
-    """The settings of a saved conversation, without those that only earlier versions had."""
-    present = {key: value for key, value in settings.items() if key not in FORMER_SETTINGS}
-    if settings.get("regex") not in (None, OFF):
-        present["grammar"] = f"/{settings['regex']}/"
-    return present | {"json-schema": ANY_OBJECT} if settings.get("json-object") is True else present
 
 
 def _path(argument: str, command: str) -> Path:

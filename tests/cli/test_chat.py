@@ -205,19 +205,6 @@ def test_flags_win_over_a_loaded_file(talk: Talk, tmp_path: Path) -> None:
     assert (saved(file)["system"], len(saved(file)["turns"])) == ("Be kind.", 1)
 
 
-def test_a_chat_of_an_earlier_version_is_continued(talk: Talk, tmp_path: Path) -> None:
-    """Its settings that are now flags of `bench` alone are left out; what constrains the text stays."""
-    file, later = tmp_path / "talk.json", tmp_path / "later.json"
-    assert talk("hi", f"/save {file}").code == 0
-    content = saved(file)
-    content["settings"] |= {"recall": False, "tree": "best-first", "beam": 8, "json-object": True, "regex": None}
-    file.write_text(json.dumps(content))
-    assert talk(f"/load {file}", f"/save {later}").code == 0
-    settings = saved(later)["settings"]
-    assert settings["json-schema"] == "object"
-    assert not {"recall", "tree", "beam", "json-object", "regex"} & settings.keys()
-
-
 def test_quiet_leaves_nothing_but_errors(talk: Talk, tmp_path: Path) -> None:
     file = tmp_path / "talk.json"
     messages = ["word " * 12] * 4  # until the context is full
