@@ -22,7 +22,7 @@ from .chat_files import KeptChat, chats_folder, newest_file
 from .constraints import CONSTRAINT, constraint_options
 from .flag_declarations import OUTPUT, VALUES, OffspecCommand, option, record_of, with_flags
 from .learning import learning_kept, written_file
-from .line_input import LineInput, PipeInput, TerminalInput, open_history, unquoted
+from .line_input import ReadMessage, line_editor, open_history, read_from_pipe, unquoted
 from .options import (
     MODEL_HELP,
     SAMPLING,
@@ -172,9 +172,9 @@ def command(
         click.echo(f"{_described(chat)}. /help shows the commands, Ctrl-D exits.")
         for turn in session.turns[-1:]:
             click.echo(_shown(turn))
-    lines = TerminalInput(_history_file(history, quiet=quiet), chat.completions) if on_terminal else PipeInput()
+    read = line_editor(_history_file(history, quiet=quiet), chat.completions) if on_terminal else read_from_pipe
     with learning_kept(engine, written_file(loading), quiet=quiet):
-        num_errors = chat.talk(lines)
+        num_errors = chat.talk(read)
     if kept is not None and kept.is_written:
         _note(f"offspec chat {shlex.quote(model)} --resume continues this conversation", quiet=quiet)
     if num_errors and not on_terminal:
@@ -326,15 +326,22 @@ class Chat:
         self.values.set(settings)
         self.session.drops_oldest = self.values["when_full"] == "drop"
 
-    def talk(self, lines: LineInput) -> int:
-        """Process lines until the end of input; returns the number of lines that failed."""
+    def talk(self, read: ReadMessage) -> int:
+        """Process lines until the end of input; returns the number of lines that failed.
+
+        That is also where nothing can be read any more: the terminal is gone and SIGHUP ignored (nohup).
+        """
         num_errors = 0
         while True:
             try:
-                if not self.do(self._read(lines)):
+                try:
+                    line = read(self._edited or "")
+                except BrokenPipeError:
+                    raise
+                except (EOFError, OSError):
                     return num_errors
-            except EOFError:
-                return num_errors
+                if not self.do(line):
+                    return num_errors
             except KeyboardInterrupt:
                 self._note("the message is unchanged" if self._edited else "Ctrl-D exits")
                 self._edited = None
@@ -343,15 +350,6 @@ class Chat:
             except Exception as exc:  # noqa: BLE001 (no error may lose the conversation)
                 num_errors += 1
                 self._tell_error(exc)
-
-    def _read(self, lines: LineInput) -> str:
-        """Raises EOFError also where nothing can be read any more: the terminal is gone and SIGHUP ignored (nohup)."""
-        try:
-            return lines.read(self._edited or "")
-        except BrokenPipeError:
-            raise
-        except OSError as exc:
-            raise EOFError from exc
 
     def do(self, line: str) -> bool:
         """Process one message or command; False if it ends the chat. Raises OffspecError."""

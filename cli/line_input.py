@@ -7,18 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from .reading import read_line
 
 if TYPE_CHECKING:
-    from prompt_toolkit import PromptSession
     from prompt_toolkit.input import Input
-    from prompt_toolkit.key_binding import KeyBindings
     from prompt_toolkit.output import Output
 
 QUOTES = '"""'
-Complete = Callable[[str], Iterable[str]]
+# Reads the next message or command, with its quotes; the argument is the initial text of the line, for editing.
+# Raises EOFError at the end, KeyboardInterrupt for Ctrl-C.
+ReadMessage = Callable[[str], str]
 
 
 def is_open(text: str) -> bool:
@@ -33,48 +33,14 @@ def unquoted(text: str) -> str:
     return text.rstrip().removeprefix(QUOTES).removesuffix(QUOTES).strip("\n")
 
 
-class LineInput(Protocol):
-    """A source of messages and commands."""
-
-    def read(self, proposed: str = "") -> str:
-        """The next message or command, with its quotes. Raises EOFError at the end, KeyboardInterrupt for Ctrl-C.
-
-        proposed: the initial text of the line, for editing.
-        """
-        ...
-
-
-class PipeInput:
-    """Lines of a pipe or file."""
-
-    def read(self, proposed: str = "") -> str:
-        text = self._line()
-        while is_open(text):
-            try:
-                text += "\n" + self._line()
-            except EOFError:
-                break
-        return text
-
-    def _line(self) -> str:
-        line = read_line()
-        if not line:
-            raise EOFError
-        return line.rstrip("\r\n")
-
-
-class TerminalInput:
-    """A line editor. Enter sends, except inside three quotes; Alt-Enter always inserts a line break."""
-
-    def __init__(
-        self, history: Path | None, complete: Complete, *, source: Input | None = None, sink: Output | None = None
-    ) -> None:
-        """history: a file for typed lines; None keeps them only during this session."""
-        self._session = _prompt_session(history, complete, source, sink)
-
-    def read(self, proposed: str = "") -> str:
-        text: str = self._session.prompt(default=proposed, handle_sigint=False)
-        return text
+def read_from_pipe(proposed: str = "") -> str:
+    """The next message of a pipe or file, as `ReadMessage`."""
+    if not (line := read_line()):
+        raise EOFError
+    text = line.rstrip("\r\n")
+    while is_open(text) and (line := read_line()):
+        text += "\n" + line.rstrip("\r\n")
+    return text
 
 
 def open_history(file: Path) -> bool:
@@ -88,13 +54,23 @@ def open_history(file: Path) -> bool:
         return False
 
 
-def _prompt_session(
-    history: Path | None, complete: Complete, source: Input | None, sink: Output | None
-) -> PromptSession[str]:
+def line_editor(
+    history: Path | None,
+    complete: Callable[[str], Iterable[str]],
+    *,
+    source: Input | None = None,
+    sink: Output | None = None,
+) -> ReadMessage:
+    """A line editor. Enter sends, except inside three quotes; Alt-Enter always inserts a line break.
+
+    history: a file for typed lines; None keeps them only during this session. complete: completions of a line's last
+    word.
+    """
     from prompt_toolkit import PromptSession
     from prompt_toolkit.completion import CompleteEvent, Completer, Completion
     from prompt_toolkit.document import Document
     from prompt_toolkit.history import FileHistory, InMemoryHistory
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
     from prompt_toolkit.shortcuts import CompleteStyle
 
     class CommandCompleter(Completer):
@@ -102,24 +78,6 @@ def _prompt_session(
             text = document.text_before_cursor
             for word in complete(text):
                 yield Completion(word, start_position=-len(text.split(" ")[-1]))
-
-    return PromptSession(
-        ">>> ",
-        multiline=True,
-        prompt_continuation="... ",
-        history=InMemoryHistory() if history is None else FileHistory(str(history)),
-        completer=CommandCompleter(),
-        complete_style=CompleteStyle.READLINE_LIKE,  # a menu would not fit a narrow terminal
-        key_bindings=_bindings(),
-        enable_history_search=True,
-        enable_suspend=True,
-        input=source,
-        output=sink,
-    )
-
-
-def _bindings() -> KeyBindings:
-    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
     bindings = KeyBindings()
 
@@ -135,4 +93,17 @@ def _bindings() -> KeyBindings:
     def _(event: KeyPressEvent) -> None:
         event.current_buffer.insert_text("\n")
 
-    return bindings
+    session: PromptSession[str] = PromptSession(
+        ">>> ",
+        multiline=True,
+        prompt_continuation="... ",
+        history=InMemoryHistory() if history is None else FileHistory(str(history)),
+        completer=CommandCompleter(),
+        complete_style=CompleteStyle.READLINE_LIKE,  # a menu would not fit a narrow terminal
+        key_bindings=bindings,
+        enable_history_search=True,
+        enable_suspend=True,
+        input=source,
+        output=sink,
+    )
+    return lambda proposed: session.prompt(default=proposed, handle_sigint=False)

@@ -76,10 +76,10 @@ def offspec(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
 def offspec_at_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Offspec:
     """`offspec` with three streams that are terminals; `typed` are its lines. What it keeps of them is this test's."""
     from offspec.cli import chat
-    from offspec.cli.line_input import PipeInput
+    from offspec.cli.line_input import read_from_pipe
 
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.setattr(chat, "TerminalInput", lambda history, complete: PipeInput())
+    monkeypatch.setattr(chat, "line_editor", lambda history, complete: read_from_pipe)
     for stream in {type(sys.stdout), type(sys.stderr)}:
         monkeypatch.setattr(stream, "isatty", lambda self: True)
 

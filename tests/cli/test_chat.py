@@ -14,7 +14,7 @@ import pytest
 from offspec import Engine
 from offspec.cli import chat as chat_module
 from offspec.cli import terminal
-from offspec.cli.line_input import TerminalInput, open_history, unquoted
+from offspec.cli.line_input import line_editor, open_history, unquoted
 from offspec.cli.main import run
 from offspec.cli.terminal import CONTROLS, wrapped
 
@@ -350,9 +350,9 @@ def test_ctrl_z_suspends(monkeypatch: pytest.MonkeyPatch) -> None:
     suspended = list[object]()
     monkeypatch.setattr(Application, "suspend_to_background", lambda self, *args: suspended.append(self))
     with create_pipe_input() as keys:
-        lines = TerminalInput(None, lambda text: [], source=keys, sink=DummyOutput())
+        read = line_editor(None, lambda text: [], source=keys, sink=DummyOutput())
         keys.send_text("h\x1ai\r")
-        assert lines.read() == "hi"
+        assert read("") == "hi"
     assert len(suspended) == 1
 
 
@@ -364,29 +364,27 @@ def test_keys(tmp_path: Path) -> None:
     history = tmp_path / "deep" / "history"
     assert open_history(history)
     with create_pipe_input() as keys:
-        lines = TerminalInput(
-            history, lambda text: ["/regen"] if text == "/re" else [], source=keys, sink=DummyOutput()
-        )
+        read = line_editor(history, lambda text: ["/regen"] if text == "/re" else [], source=keys, sink=DummyOutput())
         keys.send_text("hi\r")
-        assert lines.read() == "hi"
+        assert read("") == "hi"
         keys.send_text('"""two\rlines"""\r')
-        assert unquoted(lines.read()) == "two\nlines"
+        assert unquoted(read("")) == "two\nlines"
         keys.send_text("a\x1b\rb\r")
-        assert lines.read() == "a\nb"
+        assert read("") == "a\nb"
         keys.send_text("\x1b[200~pasted\nlines\n\x1b[201~\r")
-        assert lines.read() == "pasted\nlines\n"
+        assert read("") == "pasted\nlines\n"
         keys.send_text("/re\t\r")
-        assert lines.read() == "/regen"
+        assert read("") == "/regen"
         keys.send_text("!\r")
-        assert lines.read("proposed") == "proposed!"
+        assert read("proposed") == "proposed!"
         keys.send_text("\x1b[A\r")
-        assert lines.read() == "proposed!"
+        assert read("") == "proposed!"
         keys.send_text("\x04")
         with pytest.raises(EOFError):
-            lines.read()
+            read("")
         keys.send_text("x\x03")
         with pytest.raises(KeyboardInterrupt):
-            lines.read()
+            read("")
     assert "+proposed!" in history.read_text()
     if sys.platform != "win32":
         assert history.stat().st_mode & 0o077 == 0
@@ -458,15 +456,14 @@ def test_a_terminal_that_is_gone_ends_the_chat(
 ) -> None:
     """With `nohup`, no signal tells of it."""
 
-    class Gone:
-        tries = iter([OSError(errno.EIO, "Input/output error")] * 2 + [EOFError()])
+    tries = iter([OSError(errno.EIO, "Input/output error")] * 2 + [EOFError()])
 
-        def read(self, proposed: str = "") -> str:
-            raise next(self.tries)
+    def gone(proposed: str) -> str:
+        raise next(tries)
 
-    monkeypatch.setattr(chat_module, "TerminalInput", lambda history, complete: Gone())
+    monkeypatch.setattr(chat_module, "line_editor", lambda history, complete: gone)
     assert offspec_at_terminal(*chat_args).code == 0
-    assert len(list(Gone.tries)) == 2, "it was read again"
+    assert len(list(tries)) == 2, "it was read again"
 
 
 def test_another_conversation_has_another_file(
