@@ -1,39 +1,49 @@
-"""`offspec distill`: trains an exit layer, a head or a draft."""
+"""`offspec distill`: trains an exit layer, a head or a draft, and measures what a head or draft gains."""
 
 from __future__ import annotations
 
 import json
 import reprlib
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import click
+from click.core import ParameterSource
 
 from offspec import LoadOptions, format_seconds
 from offspec.research.distill_params import HEADS, DistillParams, DraftParams, HeadParams, Init
 from offspec.user_files import expand_home
 
-from .distill_draft import DRAFT_FLAGS, distil_draft, draft_options, draft_to_train
-from .flag_declarations import SAMPLING, OffspecCommand, option, research_option
+from .flag_declarations import SAMPLING, FlagRecord, OffspecCommand, option, research_option
 from .options import (
     MODEL_HELP,
     MOST_DIGITS,
     Number,
     WholeNumber,
+    load_engine,
     memory_flags,
     model_argument,
     model_flags,
     output_options,
     reworded,
 )
-from .training_job import TrainingJob, refuse_flags, training_line
+from .terminal import ProgressLine, TimeLeft
 
 if TYPE_CHECKING:
-    from offspec.research.distillation import Distilled
+    from offspec import Engine
+    from offspec.research.distillation import Distilled, Teacher
+    from offspec.research.draft_distillation import DistilledDraft
+    from offspec.research.heads import DistilledHead
+    from offspec.tools.draft_gain import DraftGain
 
-P = DistillParams
-HEAD_FLAGS = ("head_tokens",)
+SETTINGS = FlagRecord("settings", DraftParams, dict)
+# Flags of one kind of training, by click's names → the flag that they need.
+ONLY_WITH = {"on_policy": "--draft", "rounds": "--draft", "lora_rank": "--draft", "head_tokens": "--head"}
+MOST_MEASURED = 64  # tokens generated after each held-out prompt
 
 
 def layer_numbers(ctx: click.Context, param: click.Parameter, value: str | None) -> list[int] | None:
@@ -85,7 +95,24 @@ Examples:
     metavar="N",
     help="Use only the N most frequent tokens of the texts; a head over MODEL's own still predicts all. [default: all]",
 )
-@draft_options
+@option("--draft", "small", metavar="SMALL", help="Train this model: a path, a hub id, or builtin.")
+@SETTINGS.option(
+    "lora_rank",
+    "--lora",
+    default=None,
+    type=WholeNumber(1),
+    metavar="RANK",
+    help="Train low-rank additions only, and write one file for --learn-file. [default: all weights]",
+)
+@SETTINGS.option(
+    "on_policy",
+    type=Number(0, 1),
+    metavar="SHARE",
+    help="Share of the texts that the draft writes and MODEL reads; MODEL writes the others. [default: 0]",
+)
+@SETTINGS.option(
+    "rounds", is_research=True, type=WholeNumber(1), metavar="N", help="How often the draft writes new texts."
+)
 @option(
     "--out",
     type=click.Path(path_type=Path),
@@ -100,72 +127,47 @@ Examples:
     metavar="FILE",
     help="Train on this text file instead of generated texts; may be repeated.",
 )
-@option("--steps", type=WholeNumber(1), default=P.steps, show_default=True, metavar="N", help="Training steps.")
-@option(
-    "--num-texts",
-    type=WholeNumber(1),
-    default=P.num_texts,
-    show_default=True,
-    metavar="N",
-    help="Number of texts that MODEL generates.",
-)
-@option(
-    "--text-tokens",
-    type=WholeNumber(2),
-    default=P.text_tokens,
-    show_default=True,
-    metavar="N",
-    help="Tokens per text.",
-)
-@research_option(
-    "--batch-texts",
-    type=WholeNumber(1),
-    default=P.batch_texts,
-    show_default=True,
-    metavar="N",
-    help="Texts per step.",
-)
-@option(
-    "--temperature",
+@SETTINGS.option("steps", type=WholeNumber(1), metavar="N", help="Training steps.")
+@SETTINGS.option("num_texts", type=WholeNumber(1), metavar="N", help="Number of texts that MODEL generates.")
+@SETTINGS.option("text_tokens", type=WholeNumber(2), metavar="N", help="Tokens per text.")
+@SETTINGS.option("batch_texts", is_research=True, type=WholeNumber(1), metavar="N", help="Texts per step.")
+@SETTINGS.option(
+    "temperature",
     group=SAMPLING,
     type=Number(0, min_open=True),
-    default=P.temperature,
-    show_default=True,
     metavar="T",
     help="Sampling temperature of the texts.",
 )
-@option(
-    "--prompt-tokens",
+@SETTINGS.option(
+    "prompt_tokens",
     type=WholeNumber(0),
-    default=P.prompt_tokens,
     metavar="N",
     help="Use the first N tokens of each piece of --text, and let MODEL write the rest. [default: all are used]",
 )
-@research_option(
-    "--num-labels",
+@SETTINGS.option(
+    "num_labels",
+    is_research=True,
     type=WholeNumber(1),
-    default=P.num_labels,
-    show_default=True,
     metavar="K",
     help="Keep the K likeliest tokens of the model's distribution; the others count as one.",
 )
-@research_option(
-    "--learning-rate",
+@SETTINGS.option(
+    "learning_rate",
+    is_research=True,
+    default=None,
     type=Number(0, min_open=True),
     metavar="R",
     help="Learning rate at hidden size 256; scales with the inverse square root of the hidden size (a head: inverse). "
-    f"[default: {P.learning_rate}; {HeadParams.learning_rate} for a head, {DraftParams.learning_rate} for a model]",
+    f"[default: {DistillParams.learning_rate}; {HeadParams.learning_rate} for a head, {DraftParams.learning_rate} for "
+    "a model]",
 )
-@research_option(
-    "--init",
+@SETTINGS.option(
+    "init",
+    is_research=True,
     type=click.Choice(get_args(Init)),
-    default=P.init,
-    show_default=True,
     help="Initialise with a copy of the next layer, or of the last one, which trains faster.",
 )
-@option(
-    "--seed", group=SAMPLING, type=WholeNumber(0), default=P.seed, show_default=True, metavar="S", help="Random seed."
-)
+@SETTINGS.option("seed", group=SAMPLING, type=WholeNumber(0), metavar="S", help="Random seed.")
 @option("--resume", is_flag=True, help="Resume an interrupted run.")
 @model_flags
 @memory_flags
@@ -173,6 +175,8 @@ Examples:
 def command(
     exit_layers: list[int] | None,
     head: str | None,
+    head_tokens: int | None,
+    small: str | None,
     out: Path | None,
     texts: tuple[Path, ...],
     resume: bool,
@@ -180,26 +184,24 @@ def command(
     quiet: bool,
     verbose: bool,
     loading: LoadOptions,
-    **settings: Any,
+    settings: dict[str, Any],
 ) -> None:
-    settings = {name: value for name, value in settings.items() if value is not None}
-    small = draft_to_train(settings)
+    small = small if _is_typed("small") else None  # the settings' draft is for other commands
     if (small is not None) + (exit_layers is not None) + (head is not None) != 1:
         raise click.UsageError(
             "Give one of --exit-layer N, to train an exit layer, --head, to train a head, or --draft SMALL, "
             "to train a draft."
         )
-    if small is None:
-        refuse_flags(DRAFT_FLAGS, "needs --draft")
-    if head is None:
-        refuse_flags(HEAD_FLAGS, "needs --head")
-        settings.pop("head_tokens", None)
+    settings = {name: value for name, value in (settings | {"head_tokens": head_tokens}).items() if value is not None}
+    for name, needed in ONLY_WITH.items():
+        if needed != ("--head" if head is not None else "--draft" if small is not None else ""):
+            _refuse_flag(name, needed)
+            settings.pop(name, None)
     _check_out(out, exit_layers, is_folder=small is not None or head is not None)
-    more: dict[str, Any] = {"out": None if out is None else expand_home(out), "texts": texts, "resume": resume}
-    job = TrainingJob(loading, more, quiet=quiet, verbose=verbose)
+    job = Job(loading, None if out is None else expand_home(out), texts, resume, quiet, verbose)
     began = time.monotonic()
     if small is not None:
-        summary, sentence = distil_draft(job, small, settings)
+        summary, sentence = _draft(job, small, DraftParams(**settings))
     elif head is not None:
         summary, sentence = _head(job, head, HeadParams(**settings))
     else:
@@ -214,6 +216,18 @@ def command(
 reworded(command, dtype="Compute dtype of the target; the exit layer is trained in fp32.")
 
 
+def _is_typed(name: str) -> bool:
+    """Whether the flag with this click name is in the command line, not only in the user's settings."""
+    return click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE
+
+
+def _refuse_flag(name: str, needed: str) -> None:
+    """Raises click.UsageError if the flag is in the command line."""
+    (parameter,) = (each for each in command.params if each.name == name)
+    if _is_typed(name):
+        raise click.UsageError(f"{max(parameter.opts, key=len)} needs {needed}; leave it out.")
+
+
 def _check_out(out: Path | None, exit_layers: list[int] | None, *, is_folder: bool) -> None:
     """Raises click.BadParameter for a place that the result cannot have. is_folder: it may be a folder."""
     if out is not None and len(exit_layers or ()) > 1:
@@ -222,43 +236,138 @@ def _check_out(out: Path | None, exit_layers: list[int] | None, *, is_folder: bo
         raise click.BadParameter(f"{out} is a folder; give a file.", param_hint="--out")
 
 
-def _head(job: TrainingJob, kind: str, params: HeadParams) -> tuple[dict[str, Any], str]:
+# ------------------------------------------------------------------------------------------------ trainings
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all trainings need: the target to load, where the result goes, and what is read."""
+
+    loading: LoadOptions
+    out: Path | None
+    texts: Sequence[Path]
+    resume: bool
+    quiet: bool
+    verbose: bool
+
+    @property
+    def files(self) -> dict[str, Any]:
+        return {"out": self.out, "texts": self.texts, "resume": self.resume}
+
+    def engine(self, draft: str, learn_file: Path | None = None) -> Engine:
+        """The target with a draft."""
+        loading = replace(self.loading, draft=draft, learn_file=learn_file)
+        return load_engine(loading, quiet=self.quiet, verbose=self.verbose)
+
+    def teacher(self) -> Teacher:
+        """The target, which is closed before training where it is not needed. Raises a subclass of OffspecError."""
+        from offspec.research.distillation import Teacher
+
+        engine = self.engine("none")
+        return Teacher.of(self.loading.model, engine.target, engine.tokenizer)
+
+    def gain(
+        self,
+        done: DistilledHead | DistilledDraft,
+        params: DistillParams,
+        draft: str,
+        learn_file: Path | None = None,
+    ) -> DraftGain:
+        """What a draft brings on held-out texts. done: the result of the training."""
+        from offspec.tools.draft_gain import measure_gain
+
+        engine, count = self.engine(draft, learn_file), min(MOST_MEASURED, params.text_tokens // 2)
+        advice = f"the training is complete, and its result is {done.path}."
+        with training_line(quiet=self.quiet, advice=advice) as line:
+            measured = measure_gain(engine, done.prompts, count, params.temperature, line)
+        engine.close()
+        return measured
+
+
+@contextmanager
+def training_line(
+    *, quiet: bool, advice: str = "the same command with --resume continues from the last checkpoint."
+) -> Iterator[TrainingLine]:
+    """A progress line, and `advice` after Ctrl-C."""
+    line = TrainingLine(quiet=quiet)
+    try:
+        yield line
+    except KeyboardInterrupt:
+        click.echo(f"\nInterrupted; {advice}", err=True)
+        raise
+    finally:
+        line.show()
+
+
+class TrainingLine(ProgressLine):
+    """The phase of a training, its progress and the time left."""
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        super().__init__(quiet=quiet)
+        self._stage, self._left = "", TimeLeft()
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        if stage != self._stage:
+            self._stage, self._left = stage, TimeLeft()
+        self.show(f"{stage}: {done} of {total}{self._left(time.monotonic(), done, total)}")
+
+
+def _summary(done: Distilled | DistilledHead | DistilledDraft, **figures: Any) -> dict[str, Any]:
+    """The result of a training as JSON."""
+    fields = {**asdict(done), "path": str(done.path), **figures}
+    return {name: value for name, value in fields.items() if name != "prompts"}
+
+
+def _draft(job: Job, small: str, params: DraftParams) -> tuple[dict[str, Any], str]:
+    """Train a small model and measure it; the result as JSON and as a sentence."""
+    from offspec.research.draft_distillation import Untrained, distill_draft
+
+    if job.out is None:
+        raise click.UsageError("Give --out, a new folder for the draft (with --lora, a file).")
+    teacher = job.teacher()
+    with training_line(quiet=job.quiet) as line:
+        draft = Untrained.of_model(small, teacher.tokenizer, teacher.target.device)
+        done = distill_draft(teacher, draft, params, progress=line, **job.files)
+    teacher.target.weights.close()
+    was = job.gain(done, params, small).tokens_per_pass
+    after = job.gain(done, params, small, done.path) if params.lora_rank else job.gain(done, params, str(done.path))
+    agrees = f"its likeliest token is the target's at {done.agreement:.0%} of positions ({done.agreement_before:.0%})"
+    now = after.tokens_per_pass
+    return (
+        _summary(done, tokens_per_pass_before=was, tokens_per_pass=now),
+        f"{done.path}: {now:.2f} tokens per pass of 64 nodes on held-out texts (before: {was:.2f}); {agrees}",
+    )
+
+
+def _head(job: Job, kind: str, params: HeadParams) -> tuple[dict[str, Any], str]:
     """Train a head and measure it; the result as JSON and as a sentence. Raises a subclass of OffspecError."""
     from offspec.research.heads import distill_head
 
     teacher = job.teacher()
     with training_line(quiet=job.quiet) as line:
-        done = distill_head(teacher, kind, params, progress=line, **job.more)
+        done = distill_head(teacher, kind, params, progress=line, **job.files)
     teacher.target.weights.close()
-    gain = job.gain(done.path, done.prompts, params, draft=str(done.path))
-    summary: dict[str, Any] = {"path": str(done.path), "kind": kind, "num_tokens": done.num_tokens}
-    summary |= {"num_steps": done.num_steps, "agreement_before": done.agreement_before, "agreement": done.agreement}
-    summary |= {"tokens_per_pass": gain.tokens_per_pass, "found_by_depth": gain.by_depth}
+    gain = job.gain(done, params, draft=str(done.path))
     agrees, held_shares = (", ".join(f"{share:.0%}" for share in shares) for shares in (done.agreement, gain.by_depth))
-    sentence = (
+    held = f"; trees held the next token in {held_shares} of the cases, by depth" if held_shares else ""
+    return (
+        _summary(done, tokens_per_pass=gain.tokens_per_pass, found_by_depth=gain.by_depth),
         f"{done.path}: {gain.tokens_per_pass:.2f} tokens per pass of 64 nodes on held-out texts; its likeliest token "
-        f"is the target's at {agrees} of positions, 1 to {len(done.agreement)} tokens ahead"
-    )
-    return summary, sentence + (
-        f"; trees held the next token in {held_shares} of the cases, by depth" if held_shares else ""
+        f"is the target's at {agrees} of positions, 1 to {len(done.agreement)} tokens ahead{held}",
     )
 
 
-def _exits(job: TrainingJob, exit_layers: list[int], params: DistillParams) -> tuple[dict[str, Any], str]:
+def _exits(job: Job, exit_layers: list[int], params: DistillParams) -> tuple[dict[str, Any], str]:
     """Train exit layers; the result as JSON and as a sentence."""
     from offspec.research.distillation import distill_exits
 
     teacher = job.teacher()
     with training_line(quiet=job.quiet) as line:
-        exits = [_exit(done) for done in distill_exits(teacher, exit_layers, params, progress=line, **job.more)]
-    if len(exits) == 1:
-        return exits[0]
-    return {"exits": [summary for summary, _ in exits]}, "\n".join(sentence for _, sentence in exits)
-
-
-def _exit(done: Distilled) -> tuple[dict[str, Any], str]:
-    """The result of training as JSON and as a sentence."""
-    summary = {"path": str(done.path), "exit_layer": done.exit_layer, "num_tokens": done.num_tokens}
-    summary |= {"num_steps": done.num_steps, "agreement_before": done.agreement_before, "agreement": done.agreement}
-    agrees = f"the exit layer predicts the target's likeliest token at {done.agreement:.0%} of held-out positions"
-    return summary, f"{done.path}: {agrees} (untrained: {done.agreement_before:.0%})"
+        exits = list(distill_exits(teacher, exit_layers, params, progress=line, **job.files))
+    summaries = list(map(_summary, exits))
+    sentences = [
+        f"{done.path}: the exit layer predicts the target's likeliest token at {done.agreement:.0%} of held-out "
+        f"positions (untrained: {done.agreement_before:.0%})"
+        for done in exits
+    ]
+    return summaries[0] if len(exits) == 1 else {"exits": summaries}, "\n".join(sentences)
