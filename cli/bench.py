@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from offspec import LoadOptions, SamplingParams, SpeculationParams
 from offspec.errors import StorageError
@@ -23,9 +24,9 @@ from offspec.errors import StorageError
 from . import flag_declarations as heading
 from . import terminal
 from .batch import check_sink, read_prompts
-from .bench_texts import check_flags, several_numbers, texts_table, with_spread
 from .flag_declarations import PARTS, OffspecCommand, option
 from .options import (
+    MAX_TEXTS,
     MODEL_HELP,
     draft_window_option,
     fit_to_requests,
@@ -46,11 +47,13 @@ from .terminal import ProgressLine, columns, is_watched
 
 if TYPE_CHECKING:
     from offspec import Engine
-    from offspec.tools.benchmark import BenchmarkReport, BenchmarkRow, Outcome, Workload
+    from offspec.tools.benchmark import BenchmarkReport, BenchmarkRow, Figure, Outcome, Workload
+    from offspec.tools.texts_benchmark import TextsReport, TextsRow
 
 PLOT_SUFFIXES = (".png", ".svg")
 READ_AHEAD = "read-ahead"  # of PARTS, the one that is not of drafting
 MAX_NEW_TOKENS = 64
+NOT_WITH_TEXTS = {"budgets": "--budgets", "files": "--save"}
 CLEARLY = 0.9  # the verdict names the default's gain if it is below this share of the fastest budget's gain
 
 
@@ -62,6 +65,17 @@ def _saved_files(ctx: click.Context, param: click.Parameter, value: tuple[Path, 
         if file.suffix.lower() in PLOT_SUFFIXES and find_spec("matplotlib") is None:
             raise click.BadParameter("plots need matplotlib: pip install 'offspec[bench]'.")
     return value
+
+
+def several_numbers(ctx: click.Context, param: click.Parameter, value: str | None) -> list[int] | None:
+    """A click callback: "1,2,4,8" as numbers of texts without duplicates."""
+    if value is None:
+        return None
+    parts = [part.strip() for part in value.split(",")]
+    for part in parts:
+        if not part.isdecimal() or not 1 <= int(part) <= MAX_TEXTS:
+            raise click.BadParameter(f"{reprlib.repr(part)} is not a number of texts from 1 to {MAX_TEXTS}.")
+    return list(dict.fromkeys(map(int, parts)))
 
 
 def _rounds(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, int]:
@@ -163,7 +177,7 @@ def command(
     speculation = _without(speculation, without)
     loading = replace(fit_to_requests(loading, sampling, speculation), synchronous=READ_AHEAD in without)
     if numbers is not None:
-        check_flags(speculation)
+        _check_texts_flags(speculation)
     for file in files:
         check_sink(file)
     workloads = None if prompt_file is None else _workloads(prompt_file)
@@ -204,6 +218,18 @@ def command(
             from .plots import plot
 
             plot(report, f"{engine.name}, draft {engine.draft_name or 'none'}", file)
+
+
+def _check_texts_flags(speculation: SpeculationParams) -> None:
+    """Raises click.UsageError for what --texts does not go with."""
+    ctx = click.get_current_context()
+    given = [
+        flag for name, flag in NOT_WITH_TEXTS.items() if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
+    ]
+    if speculation.is_lossy:
+        given.append(f"--accept {speculation.accept}")
+    if given:
+        raise click.UsageError(f"--texts compares numbers of texts, with the automatic budget: omit {given[0]}.")
 
 
 def _without(speculation: SpeculationParams, parts: Sequence[str]) -> SpeculationParams:
@@ -292,7 +318,7 @@ def _cells(row: BenchmarkRow) -> dict[str, str]:
     return {
         "prompts": row.kind,
         "budget": row.budget_name,
-        "tokens/s": with_spread(row.tokens_per_s),
+        "tokens/s": _with_spread(row.tokens_per_s),
         "gain": f"{row.gain.median:.2f}x" if row.budget != 0 else "",
         "first": f"{row.first_pass_s.median:.2f}",
         "later": "-" if row.later_tokens_per_s is None else f"{row.later_tokens_per_s.median:.1f}",
@@ -395,6 +421,43 @@ def _reliability(report: BenchmarkReport) -> list[str]:
         return []
     lines = [f"{predicted:9.3f}  {share:9.3f}  {count:8}" for predicted, share, count in bins]
     return ["", f"draft nodes of budget {best.budget_name}:", "predicted   accepted     nodes", *lines]
+
+
+def texts_table(report: TextsReport, width: int) -> list[str]:
+    """One line per number of texts, then remarks."""
+    rows = [["texts", "tokens/s together", "each", "tokens/pass", "gain"], *map(_text_cells, report.rows())]
+    lines = terminal.table(rows)
+    same = f"all {report.num_compared} texts equal those of the first row"
+    if report.num_different:
+        same = (
+            f"{report.num_different} of {report.num_compared} texts differ from those of the first row; "
+            "where --stats says up to near-ties, these can cause it (run offspec verify to check), else it is an error"
+        )
+    remarks = [
+        f"tokens/s: of {report.num_prompts} prompts with at most so many texts at a time, prompts included, +- half "
+        "the range over the repeats; each: of one text while it is under way (median); tokens/pass: of all texts; "
+        "memory is planned for the largest number of texts",
+        same,
+    ]
+    return [*lines, *(line for text in remarks for line in textwrap.wrap(text, max(width, 20)))]
+
+
+def _text_cells(row: TextsRow) -> list[str]:
+    figures = (row.each_tokens_per_s.median, row.tokens_per_pass.median)
+    return [
+        str(row.num_texts),
+        _with_spread(row.tokens_per_s),
+        *(f"{figure:.2f}" for figure in figures),
+        f"{row.gain.median:.2f}x",
+    ]
+
+
+def _with_spread(figure: Figure) -> str:
+    """The median, and half the range, if there is one: a single measurement has none."""
+    decimals = 1 if figure.median >= 10 else 2
+    if figure.low == figure.high:
+        return f"{figure.median:.{decimals}f}"
+    return f"{figure.median:.{decimals}f} +-{(figure.high - figure.low) / 2:.{decimals}f}"
 
 
 def write_csv(report: BenchmarkReport, file: Path) -> None:
