@@ -8,8 +8,8 @@ import re
 import reprlib
 import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -174,31 +174,20 @@ def command(
     speculation: SpeculationParams,
     sampling: SamplingParams,
 ) -> None:
-    speculation = _without(speculation, without)
+    turned_off: dict[str, Any] = dict.fromkeys(set(without) - {READ_AHEAD}, False)
+    speculation = replace(speculation, **turned_off)
     loading = replace(fit_to_requests(loading, sampling, speculation), synchronous=READ_AHEAD in without)
     if numbers is not None:
         _check_texts_flags(speculation)
     for file in files:
         check_sink(file)
     workloads = None if prompt_file is None else _workloads(prompt_file)
-    num_warmups, num_repeats = repeats
-    shown = ReportFlags(
-        as_json,
-        quiet,
-        {
-            "warmup": num_warmups,
-            "repeats": num_repeats,
-            "max_new_tokens": sampling.max_new_tokens,
-            "temperature": sampling.temperature,
-            **lossy_settings(speculation),
-        },
-    )
+    settings = {"warmup": repeats[0], "repeats": repeats[1], "max_new_tokens": sampling.max_new_tokens}
+    settings |= {"temperature": sampling.temperature, **lossy_settings(speculation)}
+    show = partial(_show, settings=settings, as_json=as_json, quiet=quiet)
     load = partial(load_engine, quiet=quiet, verbose=verbose)
-    runs: dict[str, Any] = {
-        "num_warmups": num_warmups,
-        "num_repeats": num_repeats,
-        "progress": partial(_progress, ProgressLine(quiet=quiet)),
-    }
+    progress = partial(_progress, ProgressLine(quiet=quiet))
+    runs: dict[str, Any] = {"num_warmups": repeats[0], "num_repeats": repeats[1], "progress": progress}
     if numbers is not None:
         from offspec.tools.texts_benchmark import check_numbers, default_workloads, measure_texts
 
@@ -206,11 +195,15 @@ def command(
         check_numbers(numbers, workloads)
         engine = load(replace(loading, texts=max(numbers)))
         texts_report = measure_texts(engine, workloads, sampling, speculation, numbers, **runs)
-        shown.show(engine, texts_report.as_dict(), partial(texts_table, texts_report))
+        show(engine, texts_report.as_dict(), partial(texts_table, texts_report))
         return
+    from offspec.tools.benchmark import WORKLOADS, measure
+
     engine = load(replace(loading, tree=max((nodes or 0 for nodes in budgets), default=0)))
-    report = _measured(engine, workloads, sampling, speculation, budgets, **runs)
-    shown.show(engine, report.as_dict(), partial(table, report, verbose=verbose))
+    exact = [replace(speculation, accept="exact", budget=nodes) for nodes in (budgets if engine.guesses else ())]
+    compared = [*exact, *[speculation] * speculation.is_lossy]
+    report = measure(engine, workloads or WORKLOADS, sampling, compared, **runs)
+    show(engine, report.as_dict(), partial(table, report, verbose=verbose))
     for file in files:
         if file.suffix.lower() == ".csv":
             write_csv(report, file)
@@ -232,28 +225,6 @@ def _check_texts_flags(speculation: SpeculationParams) -> None:
         raise click.UsageError(f"--texts compares numbers of texts, with the automatic budget: omit {given[0]}.")
 
 
-def _without(speculation: SpeculationParams, parts: Sequence[str]) -> SpeculationParams:
-    """parts: of PARTS, each of drafting a field of the parameters that becomes false."""
-    turned_off: dict[str, Any] = dict.fromkeys(set(parts) - {READ_AHEAD}, False)
-    return replace(speculation, **turned_off)
-
-
-def _measured(
-    engine: Engine,
-    workloads: Sequence[Workload] | None,
-    sampling: SamplingParams,
-    speculation: SpeculationParams,
-    budgets: Sequence[int | None],
-    **runs: Any,
-) -> BenchmarkReport:
-    """Plain decoding, these budgets, and lossy acceptance if it is on. workloads: None are the built-in ones."""
-    from offspec.tools.benchmark import WORKLOADS, measure
-
-    ways = [replace(speculation, accept="exact", budget=nodes) for nodes in (budgets if engine.guesses else ())]
-    ways += [speculation] * speculation.is_lossy
-    return measure(engine, workloads or WORKLOADS, sampling, ways, **runs)
-
-
 # Measuring a draft on the prompts that it is trained on would be meaningless, so `bench` has no --learn.
 reworded(
     command,
@@ -273,23 +244,23 @@ def _progress(line: ProgressLine, done: int, total: int) -> None:
     line.show(f"run {done + 1} of {total}" if done < total else "")
 
 
-@dataclass(frozen=True)
-class ReportFlags:
-    """The output flags, and the settings that the JSON object has."""
-
-    as_json: bool
-    quiet: bool
-    settings: Mapping[str, object]
-
-    def show(self, engine: Engine, report: Mapping[str, object], table: Callable[[int], list[str]]) -> None:
-        """Print the table, and the report as JSON if wanted. table: its lines for a number of columns."""
-        if not (self.as_json and self.quiet):
-            on_terminal = is_watched() if self.as_json else sys.stdout.isatty()
-            click.echo("\n".join(table(columns() if on_terminal else WIDE)), err=self.as_json)
-        if self.as_json:
-            names = {"model": engine.name, "draft": engine.draft_name, "settings": dict(self.settings)}
-            exactness = {"exact": engine.is_exact, "inexact_reason": engine.inexact_reason}
-            click.echo(json.dumps({**names, **exactness, **report}))
+def _show(
+    engine: Engine,
+    report: Mapping[str, object],
+    table: Callable[[int], list[str]],
+    *,
+    settings: Mapping[str, object],
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Print the table, and the report as JSON if wanted. table: its lines for a number of columns."""
+    if not (as_json and quiet):
+        on_terminal = is_watched() if as_json else sys.stdout.isatty()
+        click.echo("\n".join(table(columns() if on_terminal else WIDE)), err=as_json)
+    if as_json:
+        names = {"model": engine.name, "draft": engine.draft_name, "settings": settings}
+        exactness = {"exact": engine.is_exact, "inexact_reason": engine.inexact_reason}
+        click.echo(json.dumps({**names, **exactness, **report}))
 
 
 # ------------------------------------------------------------------------------------------------ the table
@@ -332,18 +303,14 @@ def _cells(row: BenchmarkRow) -> dict[str, str]:
 
 def _remarks(report: BenchmarkReport) -> list[str]:
     lossy = [run for run in report.runs if run.accept != "exact"]
-    different, guessed = (
-        report.num_different(),
-        [run for run in report.runs if run.budget != 0 and run.accept == "exact"],
-    )
-    same = (
-        "all texts equal plain decoding"
-        if not different
-        else (
-            f"{different} of {len(guessed)} texts differ from plain decoding"
-            f"{_why_texts_differ(report.runs[0].stats.inexact_reason)}"
+    guessed = [run for run in report.runs if run.budget != 0 and run.accept == "exact"]
+    same, reason = "all texts equal plain decoding", report.runs[0].stats.inexact_reason
+    if different := report.num_different():
+        same = f"{different} of {len(guessed)} texts differ from plain decoding" + (
+            ", which is an error"
+            if reason is None
+            else f"; near-ties can cause this, as {reason} (run offspec verify to check)"
         )
-    )
     spread = ", +- half the range over the repeats" if any(run.repeat > 0 for run in report.runs) else ""
     remarks = [
         f"tokens/s: of all passes including the first with the prompt{spread}; first: seconds of the first pass; "
@@ -364,12 +331,6 @@ def _remarks(report: BenchmarkReport) -> list[str]:
     return remarks
 
 
-def _why_texts_differ(inexact_reason: str | None) -> str:
-    if inexact_reason is None:
-        return ", which is an error"
-    return f"; near-ties can cause this, as {inexact_reason} (run offspec verify to check)"
-
-
 def verdict(outcome: Outcome) -> str:
     """Whether speculation pays off here, and if not, why."""
     name, gain = outcome.best.budget_name, f"{outcome.gain:.2f}x"
@@ -381,21 +342,13 @@ def verdict(outcome: Outcome) -> str:
                 f"The measurement was disturbed: {reached}, but its passes yield {tokens} tokens. "
                 "Repeat it when other programs are idle, or with more --repeats."
             )
-        return f"Speculation pays off here: {reached}{_default_beside(outcome)}."
+        auto, beside = outcome.auto, ""
+        if auto is not None and auto.gain.median < CLEARLY * outcome.gain:
+            beside = f", auto (the default) reaches {auto.gain.median:.2f}x"
+        return f"Speculation pays off here: {reached}{beside}."
     reached = f"the fastest budget, {name}, reaches {gain} the tokens/s of plain decoding"
-    if outcome.pays is None:
-        sentence = f"Speculation makes no difference here: {reached}"
-    else:
-        sentence = f"Speculation does not pay off here: {reached}"
-    return f"{sentence}. {_why_not(outcome)}".rstrip()
-
-
-def _default_beside(outcome: Outcome) -> str:
-    """The default budget's gain, if another budget is clearly faster."""
-    auto = outcome.auto
-    if auto is None or auto.gain.median >= CLEARLY * outcome.gain:
-        return ""
-    return f", auto (the default) reaches {auto.gain.median:.2f}x"
+    judged = "makes no difference" if outcome.pays is None else "does not pay off"
+    return f"Speculation {judged} here: {reached}. {_why_not(outcome)}".rstrip()
 
 
 def _why_not(outcome: Outcome) -> str:
