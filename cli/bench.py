@@ -182,7 +182,11 @@ def command(
     for file in files:
         check_sink(file)
     workloads = None if prompt_file is None else _workloads(prompt_file)
-    settings = {"warmup": repeats[0], "repeats": repeats[1], "max_new_tokens": sampling.max_new_tokens}
+    settings: dict[str, object] = {
+        "warmup": repeats[0],
+        "repeats": repeats[1],
+        "max_new_tokens": sampling.max_new_tokens,
+    }
     settings |= {"temperature": sampling.temperature, **lossy_settings(speculation)}
     show = partial(_show, settings=settings, as_json=as_json, quiet=quiet)
     load = partial(load_engine, quiet=quiet, verbose=verbose)

@@ -223,8 +223,8 @@ def test_bench_measures_what_was_learnt_elsewhere_and_learns_nothing(
 ) -> None:
     file = tmp_path / "learnt"
     file.write_bytes(learnt)
-    args = ("bench", pair.target, "--draft", pair.draft, "--device", "cpu", "--budgets", "8", "--repeats", "1")
-    short = ("--prompts", prompts, "--max-new-tokens", "4", "--repeats", "0+3", "-q")
+    args = ("bench", pair.target, "--draft", pair.draft, "--device", "cpu", "--budgets", "8")
+    short = ("--prompts", prompts, "--max-new-tokens", "4", "--repeats", "0+1", "-q")
     assert offspec(*args, *short, "--learn-file", file).code == 0
     assert file.read_bytes() == learnt
     assert offspec(*args, *short, "--learn").code == 2
