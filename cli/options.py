@@ -75,34 +75,21 @@ class WholeNumber(click.IntRange):
     name = "whole number"
 
 
-def budget(ctx: click.Context, param: click.Parameter, value: str) -> int | None:
-    """A click callback: `auto` or a number of nodes."""
-    try:
-        number = None if value == "auto" else int(value)
-    except ValueError:
-        number = -1
-    if number is not None and not 0 <= number <= MAX_BUDGET:
-        description = f"neither auto nor a number from 0 (plain decoding) to {MAX_BUDGET}"
-        raise click.BadParameter(f"{reprlib.repr(value)} is {description}.")
-    return number
+def auto_or(most: int, described: str, least: int = 0) -> Callable[[click.Context, click.Parameter, str], int | None]:
+    """A click callback: `auto`, which is None, or a whole number. described: the number, for errors."""
+
+    def parse(ctx: click.Context, param: click.Parameter, value: str) -> int | None:
+        if value == "auto":
+            return None
+        if not value.isdecimal() or len(value) > MOST_DIGITS or not least <= int(value) <= most:
+            raise click.BadParameter(f"{reprlib.repr(value)} is neither auto nor {described}.")
+        return int(value)
+
+    return parse
 
 
-def draft_window(ctx: click.Context, param: click.Parameter, value: str) -> int | None:
-    """A click callback: `auto`, which is None, or a number of tokens."""
-    if value == "auto":
-        return None
-    if not value.isdecimal() or len(value) > MOST_DIGITS:
-        raise click.BadParameter(f"{reprlib.repr(value)} is neither auto nor a number of tokens.")
-    return int(value)
-
-
-def number_of_texts(ctx: click.Context, param: click.Parameter, value: str) -> int | None:
-    """A click callback: `auto`, which is None, or a number of texts."""
-    if value == "auto":
-        return None
-    if not value.isdecimal() or not 1 <= int(value) <= MAX_TEXTS:
-        raise click.BadParameter(f"{reprlib.repr(value)} is neither auto nor a number from 1 to {MAX_TEXTS}.")
-    return int(value)
+budget = auto_or(MAX_BUDGET, f"a number from 0 (plain decoding) to {MAX_BUDGET}")
+number_of_texts = auto_or(MAX_TEXTS, f"a number from 1 to {MAX_TEXTS}", 1)
 
 
 def several_budgets(ctx: click.Context, param: click.Parameter, value: str) -> list[int | None]:
@@ -224,7 +211,7 @@ draft_window_option = LOADING.option(
     "draft_window",
     group=heading.DRAFT,
     is_rare=True,
-    callback=draft_window,
+    callback=auto_or(10**MOST_DIGITS, "a number of tokens"),
     default="auto",
     metavar="auto|N",
     help="A draft model or shadow keeps N tokens of a text. [default: auto, by context and by trial]",
