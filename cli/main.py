@@ -175,7 +175,10 @@ def run(args: list[str]) -> int:
                 stream.reconfigure(errors="replace")  # a terminal without UTF-8 shows "?"
         if sys.stdout is None:
             return _fail("standard output is closed; leave it open, or redirect it (> /dev/null)", FAILURE)
-        _check_working_folder()
+        try:
+            os.getcwd()
+        except FileNotFoundError as exc:  # libraries would end the process with messages of their own
+            raise OffspecError("the working folder was removed; change to another one (cd)") from exc
         if instruction := os.environ.get(COMPLETION):
             return shell_complete(cli, {}, "offspec", COMPLETION, instruction)
         # Not `cli.main`, which has an exit code of its own for a closed pipe.
@@ -220,14 +223,6 @@ def _fail_with(exc: Exception, *, verbose: bool) -> int:
         advice = remedy(exc, "check that it exists and that you may use it")
         return _fail(f"{exc.filename or unnamed} cannot be read or written ({reason(exc)}); {advice}", FAILURE)
     return _fail(f"{type(exc).__name__}: {exc} (unexpected; -v shows the traceback)", FAILURE, traceback=verbose)
-
-
-def _check_working_folder() -> None:
-    """Raises OffspecError if it was removed: libraries would end the process with messages of their own."""
-    try:
-        os.getcwd()
-    except FileNotFoundError as exc:
-        raise OffspecError("the working folder was removed; change to another one (cd)") from exc
 
 
 def _fail(message: str, exit_code: int, *, traceback: bool = False) -> int:
