@@ -9,12 +9,12 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
@@ -171,7 +171,8 @@ def command(
         raise UsageError(f"--alias must be a name of printable characters, not {alias!r}")
     _check_origins(cors, api_key)
     model_paths = {} if models is None else _models_in(models, loading, alias)
-    server = Server(sampling, given_sampling(speculation), api_key, alias, host, cors, page, quiet, verbose)
+    settings = {"defaults": sampling, "given": given_sampling(speculation), "origins": cors, "alias": alias}
+    serve = partial(_serve, host=host, api_key=api_key, has_page=page, quiet=quiet, verbose=verbose, **settings)
     notify = (lambda line: None) if quiet else _log
     with listening(host, port) as sock:  # before the model is loaded
 
@@ -183,75 +184,65 @@ def command(
         if models is not None:
             from .server.model_manager import ModelManager
 
-            make = partial(_service_in, loading=loading, service_of=service_of)
+            def make(path: Path) -> Service:
+                from offspec import Engine
+
+                return service_of(Engine.load(replace(loading, model=str(path))))
+
             with closing(ModelManager(model_paths, make, notify)) as manager:
-                server.run(manager, sock, f"{len(model_paths)} models of {models} are")
+                serve(manager, sock, f"{len(model_paths)} models of {models} are")
             return
         engine = load_engine(loading, quiet=quiet, verbose=verbose)
         if not quiet:
             _tell_of_template(engine)
         with learning_kept(engine, written_file(loading), quiet=quiet), closing(service_of(engine)) as service:
-            server.run(service, sock, f"{engine.name} is")
+            serve(service, sock, f"{engine.name} is")
 
 
-def _service_in(path: Path, *, loading: LoadOptions, service_of: Callable[[Engine], Service]) -> Service:
-    """The service of a model that a request names."""
-    from offspec import Engine
+def _serve(
+    models: Service | ModelManager,
+    sock: socket.socket,
+    name: str,
+    *,
+    host: str,
+    api_key: str | None,
+    has_page: bool,
+    quiet: bool,
+    verbose: bool,
+    **settings: Any,
+) -> None:
+    """Answer requests until a signal ends the server. name: what is served. settings: of `application`.
 
-    return service_of(Engine.load(replace(loading, model=str(path))))
+    Raises an engine's last error.
+    """
+    import uvicorn
 
+    from .server.connections import BACKLOG, most_connections, protocol
+    from .server.routes import StoppableServer, application, is_loopback
 
-@dataclass(frozen=True)
-class Server:
-    """The settings of a server. given: see `application`. page: whether it has a page for browsers."""
-
-    sampling: SamplingParams
-    given: Sequence[str]
-    api_key: str | None
-    alias: str | None
-    host: str
-    cors: Sequence[str]
-    page: bool
-    quiet: bool
-    verbose: bool
-
-    def run(self, models: Service | ModelManager, sock: socket.socket, name: str) -> None:
-        """Answer requests until a signal ends the server. name: what is served. Raises an engine's last error."""
-        import uvicorn
-
-        from .server.connections import BACKLOG, most_connections, protocol
-        from .server.routes import StoppableServer, application, is_loopback
-
-        is_private = is_loopback(self.host)
-        if not self.quiet:
-            if self.api_key is None and not is_private:
-                _warn_of_strangers(self.host)
-            paths = "/v1, and a page to chat in at /" if self.page else "/v1"
-            click.echo(f"{name} served at http://{_address(sock)}{paths}; Ctrl-C stops the server.")
-            sys.stdout.flush()
-        app = application(
-            models,
-            self.sampling,
-            self.api_key,
-            is_private=is_private,
-            origins=self.cors,
-            alias=self.alias,
-            has_page=self.page,
-            given=self.given,
-        )
-        config = uvicorn.Config(
-            app,
-            http=protocol(most_connections()),
-            ws="none",
-            backlog=BACKLOG,
-            log_level="info" if self.verbose else "critical",
-            timeout_graceful_shutdown=GRACE_S,
-            lifespan="off",
-        )
-        with _process_of_a_server():
-            StoppableServer(config, models).run(sockets=[sock])
-        if models.error is not None:
-            raise models.error
+    if not quiet:
+        if api_key is None and not is_loopback(host):
+            click.echo(
+                f"offspec: anyone on the network who can reach {host} can use this server; --api-key KEY or "
+                "OFFSPEC_API_KEY restricts access",
+                err=True,
+            )
+        paths = "/v1, and a page to chat in at /" if has_page else "/v1"
+        click.echo(f"{name} served at http://{_address(sock)}{paths}; Ctrl-C stops the server.")
+        sys.stdout.flush()
+    config = uvicorn.Config(
+        application(models, api_key=api_key, is_private=is_loopback(host), has_page=has_page, **settings),
+        http=protocol(most_connections()),
+        ws="none",
+        backlog=BACKLOG,
+        log_level="info" if verbose else "critical",
+        timeout_graceful_shutdown=GRACE_S,
+        lifespan="off",
+    )
+    with _process_of_a_server():
+        StoppableServer(config, models).run(sockets=[sock])
+    if models.error is not None:
+        raise models.error
 
 
 def _models_in(folder: Path, loading: LoadOptions, alias: str | None) -> dict[str, Path]:
@@ -334,14 +325,6 @@ def _tell_of_template(engine: Engine) -> None:
         click.echo(f"offspec: {with_flags(str(exc))}. Chat requests will be refused; text completions work.", err=True)
 
 
-def _warn_of_strangers(host: str) -> None:
-    click.echo(
-        f"offspec: anyone on the network who can reach {host} can use this server; --api-key KEY or OFFSPEC_API_KEY "
-        "restricts access",
-        err=True,
-    )
-
-
 def listening(host: str, port: int) -> socket.socket:
     """A listening socket. Raises UsageError if host or port cannot be used."""
     try:
@@ -356,16 +339,8 @@ def _address(sock: socket.socket) -> str:
     """The address for clients; for a wildcard address, this machine's address in the network."""
     host, port = sock.getsockname()[:2]
     if host in EVERYWHERE:
-        host = _own_address(sock.family, *EVERYWHERE[host])
+        outside, host = EVERYWHERE[host]
+        with socket.socket(sock.family, socket.SOCK_DGRAM) as probe, suppress(OSError):  # there may be no network
+            probe.connect((outside, 9))  # sends nothing
+            host = probe.getsockname()[0]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def _own_address(family: int, outside: str, loopback: str) -> str:
-    """This machine's address towards `outside`, or `loopback` without a network. Sends nothing."""
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((outside, 9))
-        except OSError:
-            return loopback
-        address: str = probe.getsockname()[0]
-        return address
