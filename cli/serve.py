@@ -171,7 +171,12 @@ def command(
         raise UsageError(f"--alias must be a name of printable characters, not {alias!r}")
     _check_origins(cors, api_key)
     model_paths = {} if models is None else _models_in(models, loading, alias)
-    settings = {"defaults": sampling, "given": given_sampling(speculation), "origins": cors, "alias": alias}
+    settings: dict[str, Any] = {
+        "defaults": sampling,
+        "given": given_sampling(speculation),
+        "origins": cors,
+        "alias": alias,
+    }
     serve = partial(_serve, host=host, api_key=api_key, has_page=page, quiet=quiet, verbose=verbose, **settings)
     notify = (lambda line: None) if quiet else _log
     with listening(host, port) as sock:  # before the model is loaded
