@@ -30,11 +30,10 @@ from .options import (
 from .terminal import ProgressLine, table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
-    from offspec.tools.caches_forecast import CacheProspect
     from offspec.tools.forecast import Drafting, Forecast, Prospect
-    from offspec.tools.improvements import FourBitPlan, Gain, Improvement
+    from offspec.tools.improvements import FourBitPlan, Gain
 
 WIDTHS = (1, 16, 64, 256, 512)
 WIDTH = 118  # characters of a line of text
@@ -162,33 +161,20 @@ def describe(forecast: Forecast, *, compares: bool = False, shows_all: bool = Fa
 
     shows_all: all details, instead of the command that shows them.
     """
-    slowed = f"{forecast.busy}, so the measured rates are too low; plan again when it is idle"
-    details: list[str] = _drafts(forecast) if compares else []
-    if shows_all:
-        details = [
-            *("", *_memory(forecast)),
-            *_kept(forecast),
-            *_seconds(forecast),
-            *_drafts(forecast),
-            *_texts(forecast),
-            *_caches(forecast),
-            *_entries_in_ram(forecast),
-            *_gains(forecast),
-        ]
-    return [
-        *([f"{slowed[0].upper()}{slowed[1:]}."] if forecast.busy else []),
-        forecast.title,
-        *(part for line in _verdict(forecast) for part in _wrapped(line, "", "  ")),
-        "",
-        "Assumed:",
-        *(line for name, text in forecast.assumptions() for line in _wrapped(f"{name}: {with_flags(text)}")),
-        *details,
-        *(
-            []
-            if shows_all
-            else ["", "-v shows memory, passes, drafts, texts at once, KV caches and what more memory brings."]
-        ),
-    ]
+    lines = [forecast.title, *(part for line in _verdict(forecast) for part in _wrapped(line, "", "  "))]
+    if forecast.busy:
+        slowed = f"{forecast.busy}, so the measured rates are too low; plan again when it is idle."
+        lines.insert(0, f"{slowed[0].upper()}{slowed[1:]}")
+    lines += ["", "Assumed:"]
+    lines += [line for name, text in forecast.assumptions() for line in _wrapped(f"{name}: {with_flags(text)}")]
+    if not shows_all:
+        lines += _drafts(forecast) if compares else []
+        return [*lines, "", "-v shows memory, passes, drafts, texts at once, KV caches and what more memory brings."]
+    lines += ["", *_memory(forecast), *_seconds(forecast), *_drafts(forecast), *_texts(forecast), *_caches(forecast)]
+    if (first := forecast.entries_in_ram_from) is not None:
+        lines += ["", f"From a context of {first} tokens on, KV entries of streamed layers are in RAM, and"]
+        lines += ["each pass reads them beside the weights (in this format)."]
+    return [*lines, *_gains(forecast)]
 
 
 def _wrapped(text: str, first: str = "  ", others: str = "    ") -> list[str]:
@@ -209,7 +195,12 @@ def _verdict(forecast: Forecast) -> list[str]:
         lines.append(f"With a prompt of {PROMPT_TOKENS} tokens, the first token comes after {first}.")
     if (best := forecast.improvement) is not None:
         rate = f"{_three_digits(best.tokens_per_s)} tokens/s, {best.times:.1f} times as many"
-        lines.append(f"What would help most: {_change(best)} ({rate}).")
+        if isinstance(best.value, int):
+            change = f"{format_size(best.value)} more {best.kind}"
+        else:
+            download = f", a download of {format_size(best.download_bytes)}" if best.download_bytes else ""
+            change = f"{'4 bit, ' if best.kind == 'format' else ''}--{best.kind} {best.value}{download}"
+        lines.append(f"What would help most: {change} ({rate}).")
     return lines
 
 
@@ -242,23 +233,11 @@ def _speed(forecast: Forecast) -> list[str]:
         f"{_rate_range(drafting)} tokens/s, {_tokens_range(drafting)} tokens per pass"
         for drafting in (planned.greedy, planned.sampled)
     ]
+    another = " (another vocabulary)" if planned.shares_vocabulary is False else ""
     return [
-        f"With --draft {planned.name}{_mark(planned)}, at temperature 0: {rates[0]}.",
+        f"With --draft {planned.name}{another}, at temperature 0: {rates[0]}.",
         f"At temperature 1: {rates[1]}. Without a draft: {plain}.",
     ]
-
-
-def _mark(prospect: Prospect) -> str:
-    """What distinguishes a small model from one of the target's family."""
-    return " (another vocabulary)" if prospect.shares_vocabulary is False else ""
-
-
-def _change(best: Improvement) -> str:
-    """The change as a flag, or as something to buy."""
-    if isinstance(best.value, int):
-        return f"{format_size(best.value)} more {best.kind}"
-    download = f", a download of {format_size(best.download_bytes)}" if best.download_bytes else ""
-    return f"{'4 bit, ' if best.kind == 'format' else ''}--{best.kind} {best.value}{download}"
 
 
 def _rate_range(drafting: Drafting) -> str:
@@ -279,24 +258,19 @@ def _with_range(usual: str, least: str, most: str) -> str:
 
 
 def _memory(forecast: Forecast) -> list[str]:
-    """What needs how much memory, and the limits."""
+    """What needs how much memory, the limits, and what `serve` takes in addition."""
     limits = forecast.plan.placement.limits
     rows = [["", forecast.device_name, "RAM"]]
     rows += [[name, _cell(device), _cell(ram)] for name, device, ram in forecast.rows()]
     rows.append(["limit", *(format_size(limit or 0) for limit in (limits.device, limits.ram))])
     if not forecast.has_card:
         rows = [[name, ram] for name, _, ram in rows]
-    context = f"The largest context that fits with this KV cache is {forecast.max_context} tokens (--context)."
-    return [*table(rows, 1), context]
-
-
-def _kept(forecast: Forecast) -> list[str]:
-    """What `serve` takes in addition."""
-    if not forecast.parked_bytes:
-        return []
-    most = format_size(forecast.parked_bytes)
-    flag = f"--cache-ram {most.replace(' ', '')}"
-    return ["", f"offspec serve also keeps earlier conversations, in up to {most} of RAM; {flag} plans it."]
+    lines = [f"The largest context that fits with this KV cache is {forecast.max_context} tokens (--context)."]
+    if forecast.parked_bytes:
+        most = format_size(forecast.parked_bytes)
+        flag = f"--cache-ram {most.replace(' ', '')}"
+        lines += ["", f"offspec serve also keeps earlier conversations, in up to {most} of RAM; {flag} plans it."]
+    return [*table(rows, 1), *lines]
 
 
 def _cell(number: int) -> str:
@@ -309,7 +283,8 @@ def _drafts(forecast: Forecast) -> list[str]:
         return []
     rows = [["draft", "memory", "resident", "pass s", "round s", "tokens/pass", "tokens/s", "sampled"]]
     rows += [_draft_row(prospect) for prospect in forecast.prospects if not prospect.why_not]
-    refused = [line for each in forecast.prospects if each.why_not for line in _wrapped(_refusal(each))]
+    refusals = [(each.name, each.why_not.partition(" (")[0]) for each in forecast.prospects if each.why_not]
+    refused = [line for name, why in refusals for line in _wrapped(f"{name}: {with_flags(why)}")]
     if any(each.shares_vocabulary is False for each in forecast.prospects):
         refused.append("  * another vocabulary than the target's: fewer guesses come true")
     return [
@@ -320,12 +295,6 @@ def _drafts(forecast: Forecast) -> list[str]:
         *_fastest(forecast),
         *_sources(forecast),
     ]
-
-
-def _refusal(prospect: Prospect) -> str:
-    """Why a draft cannot be used, without the figures in parentheses."""
-    why, _, _ = prospect.why_not.partition(" (")
-    return f"{prospect.name}: {with_flags(why)}"
 
 
 def _draft_row(prospect: Prospect) -> list[str]:
@@ -395,7 +364,9 @@ def _caches(forecast: Forecast) -> list[str]:
     """What each format of the KV cache would bring, one row each; nothing if that is the same."""
     from offspec.tools.improvements import GAIN_WIDTH
 
-    if not _caches_differ(forecast.caches):
+    places = {prospect.plan and (prospect.plan.tiers, prospect.ram_bytes) for prospect in forecast.caches}
+    times_of = zip(*((prospect.short_s, prospect.full_s) for prospect in forecast.caches), strict=True)
+    if None not in places and len(places) == 1 and not any(_differ(filter(None, times)) for times in times_of):
         return []
     of_context = f"{forecast.plan.context} tokens"
     seconds = f"s per pass of {GAIN_WIDTH}"
@@ -419,29 +390,10 @@ def _caches(forecast: Forecast) -> list[str]:
     ]
 
 
-def _caches_differ(caches: Sequence[CacheProspect]) -> bool:
-    """Whether a format of the KV cache changes more than its own size."""
-    if any(prospect.plan is None for prospect in caches):
-        return True
-    places = {(prospect.plan.tiers, prospect.ram_bytes) for prospect in caches if prospect.plan}
-    return len(places) > 1 or any(
-        _differ(seconds for seconds in times if seconds)
-        for times in zip(*((prospect.short_s, prospect.full_s) for prospect in caches), strict=True)
-    )
-
-
 def _differ(numbers: Iterable[float]) -> bool:
     """Whether positive numbers differ by more than predictions are good for."""
     values = list(numbers)
     return max(values) > LEAST_DIFFERENCE * min(values)
-
-
-def _entries_in_ram(forecast: Forecast) -> list[str]:
-    """From which context on KV entries are in RAM."""
-    if forecast.entries_in_ram_from is None:
-        return []
-    first = f"From a context of {forecast.entries_in_ram_from} tokens on, KV entries of streamed layers are in RAM, and"
-    return ["", first, "each pass reads them beside the weights (in this format)."]
 
 
 def _gains(forecast: Forecast) -> list[str]:
