@@ -6,7 +6,7 @@ import shlex
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -50,7 +50,7 @@ from .terminal import as_shown, columns, draft_off, first_pass_shown, keys_held,
 from .word_wrap import WordWrap
 
 if TYPE_CHECKING:
-    from offspec import Engine, Session, Stats, Step, Turn
+    from offspec import Session, Stats, Step, Turn
 
 MAX_NEW_TOKENS = 1024  # in a chat the model ends its replies itself
 LEAVING = ("exit", "quit", "bye")
@@ -156,7 +156,8 @@ def command(
     settings.params()  # raises for a constraint that cannot be read
     loading = replace(fit_to_requests(loading, sampling, speculation), chats=True)
     engine = load_engine(loading, quiet=quiet, verbose=verbose)
-    settings.set(_recommended(engine, sampling, given_sampling(speculation)))
+    chosen = with_recommended(sampling, engine.recommended_sampling, given_sampling(speculation))
+    settings.set({name.replace("_", "-"): getattr(chosen, name) for name in RECOMMENDED})
     from offspec import Session
 
     drops_oldest = settings["when_full"] == "drop"
@@ -182,12 +183,6 @@ def command(
 
 
 samples_as_recommended(command)
-
-
-def _recommended(engine: Engine, params: SamplingParams, given: Sequence[str]) -> dict[str, object]:
-    """The settings that the model recommends, where `given` lacks them."""
-    chosen = with_recommended(params, engine.recommended_sampling, given)
-    return {name.replace("_", "-"): getattr(chosen, name) for name in RECOMMENDED}
 
 
 def _described(chat: Chat) -> str:
@@ -292,15 +287,6 @@ class Values:
 # ------------------------------------------------------------------------------------------------ the conversation
 
 
-@dataclass(frozen=True)
-class Command:
-    """A command of the conversation: its argument, its help text and its method."""
-
-    takes: str
-    help: str
-    do: Callable[[Chat, str], None]
-
-
 class Chat:
     """Reads lines, answers messages and runs commands. An error prints one line; the conversation continues."""
 
@@ -382,7 +368,7 @@ class Chat:
             guess = nearest(name, COMMANDS)
             meant = f"did you mean /{guess}?" if guess else "/help lists them"
             raise UsageError(f"unknown command /{name}; {meant} (put a message that begins with / in three quotes)")
-        COMMANDS[name].do(self, argument.strip())
+        getattr(self, name)(argument.strip())
         return True
 
     def answer(self, message: str, *, again: bool = False) -> None:
@@ -401,13 +387,11 @@ class Chat:
                 last = step.text or last
         except KeyboardInterrupt:
             steps.close()
-            if last:
-                click.echo()
-            self._note(
-                "stopped; the conversation keeps this part of the reply"
-                if last
-                else "stopped before the first token; the message is removed"
-            )
+            if not last:
+                self._note("stopped before the first token; the message is removed")
+                return
+            click.echo()
+            self._note("stopped; the conversation keeps this part of the reply")
             return
         except BaseException:
             if last:
@@ -415,10 +399,14 @@ class Chat:
             raise
         if not last.endswith("\n"):
             click.echo()
-        self._explain_end(sampling)
-        if (stats := self.session.turns[-1].stats) is not None:
-            self._tell_stats(stats)
-        self._learn()
+        turn = self.session.turns[-1]
+        self._explain_end(turn, sampling)
+        if turn.stats is not None:
+            self._tell_stats(turn.stats)
+            try:
+                self.session.engine.learn(turn.stats)
+            except KeyboardInterrupt:
+                self._note("learning stopped; this reply does not change the draft")
 
     def _tell_stats(self, stats: Stats) -> None:
         """Print a reply's statistics if they are asked for. Why the draft is off is told once."""
@@ -438,21 +426,10 @@ class Chat:
 
         return write
 
-    def _learn(self) -> None:
-        """Train the draft on the reply; Ctrl-C skips this."""
-        turn = self.session.turns[-1] if self.session.turns else None
-        if turn is None or turn.stats is None:
-            return
-        try:
-            self.session.engine.learn(turn.stats)
-        except KeyboardInterrupt:
-            self._note("learning stopped; this reply does not change the draft")
-
-    def _explain_end(self, sampling: SamplingParams) -> None:
+    def _explain_end(self, turn: Turn, sampling: SamplingParams) -> None:
         """Print a note if a limit cut the reply, or if the context is nearly full."""
         session = self.session
-        turn = session.turns[-1] if session.turns else None
-        if turn is not None and turn.finish_reason == "length":
+        if turn.finish_reason == "length":
             if len(turn.token_ids) >= sampling.max_new_tokens:
                 self._note(f"cut at {sampling.max_new_tokens} tokens; /set max-new-tokens N allows more")
             else:
@@ -498,8 +475,8 @@ class Chat:
         self.answer(self._last().message, again=True)
 
     def undo(self, argument: str) -> None:
-        taken = self.session.undo()
-        self._note(f"removed: {_short(taken.message)}")
+        line = " ".join(self.session.undo().message.split())
+        self._note(f"removed: {line if len(line) <= 60 else f'{line[:57]}...'}")
 
     def edit(self, argument: str) -> None:
         if argument:
@@ -543,9 +520,9 @@ class Chat:
 
     def show_settings(self) -> None:
         values = self.values.as_dict()
-        width = max(map(len, values))
         others = [key for key in values if key not in USUAL_SETTINGS]
-        lines = {key: f"{key:<{width}}  {_worded(values[key])}" for key in values}
+        rows = [(key, _worded(value)) for key, value in values.items()]
+        lines = dict(zip(values, table(rows, 2), strict=True))
         click.echo(as_shown("\n".join(lines.get(key, "") for key in (*USUAL_SETTINGS, "", *others))))
 
     def show(self, argument: str) -> None:
@@ -593,8 +570,7 @@ class Chat:
         self._note(f"written to {path}")
 
     def help(self, argument: str) -> None:
-        width = max(len(f"/{name} {command.takes}") for name, command in COMMANDS.items())
-        lines = [f"{f'/{name} {command.takes}':<{width}}  {command.help}" for name, command in COMMANDS.items()]
+        lines = table([(f"/{name} {takes}", help_text) for name, (takes, help_text) in COMMANDS.items()], 2)
         click.echo("\n".join([*lines, "", *KEYS]))
 
     def _last(self) -> Turn:
@@ -603,19 +579,19 @@ class Chat:
         return self.session.turns[-1]
 
 
-COMMANDS = {
-    "regen": Command("", "Generate the last reply again.", Chat.regen),
-    "undo": Command("", "Remove the last message and its reply.", Chat.undo),
-    "edit": Command("[TEXT]", "Edit the last message and generate a new reply.", Chat.edit),
-    "system": Command("[TEXT|none]", "Show or change the system message.", Chat.system),
-    "set": Command("[NAME VALUE]", "Show or change settings, e.g. /set temperature 0.7.", Chat.set),
-    "show": Command("", "Show the conversation.", Chat.show),
-    "stats": Command("", "Show tokens, tokens per pass and tokens/s of each turn.", Chat.stats),
-    "clear": Command("", "Start a new conversation.", Chat.clear),
-    "save": Command("FILE", "Save conversation and settings, and the KV entries as FILE.kv.", Chat.save),
-    "load": Command("FILE", "Continue a conversation from a file.", Chat.load),
-    "export": Command("FILE.md", "Write the conversation as Markdown.", Chat.export),
-    "help": Command("", "Show this list.", Chat.help),
+COMMANDS = {  # names of methods of `Chat` → the argument, and the help text
+    "regen": ("", "Generate the last reply again."),
+    "undo": ("", "Remove the last message and its reply."),
+    "edit": ("[TEXT]", "Edit the last message and generate a new reply."),
+    "system": ("[TEXT|none]", "Show or change the system message."),
+    "set": ("[NAME VALUE]", "Show or change settings, e.g. /set temperature 0.7."),
+    "show": ("", "Show the conversation."),
+    "stats": ("", "Show tokens, tokens per pass and tokens/s of each turn."),
+    "clear": ("", "Start a new conversation."),
+    "save": ("FILE", "Save conversation and settings, and the KV entries as FILE.kv."),
+    "load": ("FILE", "Continue a conversation from a file."),
+    "export": ("FILE.md", "Write the conversation as Markdown."),
+    "help": ("", "Show this list."),
 }
 KEYS = (
     '""" starts and ends a message of several lines; Alt-Enter inserts a line break.',
@@ -694,8 +670,3 @@ def _worded(value: object) -> str:
     if isinstance(value, list):
         return shlex.join(value) or "none"
     return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _short(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= 60 else f"{line[:57]}..."
