@@ -215,12 +215,8 @@ class RayEngines:
         for text, is_advice in report.notes:
             if self._verbose or (is_advice and not self._quiet):
                 self._tell(engine, text)
-        self._compare(report.dtype)
-
-    def _compare(self, dtype: str) -> None:
-        """Say it when the engines first compute in two dtypes."""
-        if dtype not in self._dtypes:
-            self._dtypes.append(dtype)
+        if report.dtype not in self._dtypes:
+            self._dtypes.append(report.dtype)
             if len(self._dtypes) == 2 and not self._quiet:
                 kinds = " and ".join(self._dtypes)
                 text = f"the nodes compute in {kinds}, so texts may differ; --dtype sets one for all"
@@ -235,7 +231,8 @@ class RayEngines:
             fault = "its process died; Ray starts it again if the node is still there"
             self._load(engine)
         else:
-            fault = cause_of(exc) if is_there else "the node left the cluster or died"
+            lines = [line.strip() for line in str(exc).splitlines() if line.strip()]  # the last one names the error
+            fault = (lines or [type(exc).__name__])[-1] if is_there else "the node left the cluster or died"
         self._tell(engine, fault)
         return Report({}, fault)
 
@@ -304,9 +301,3 @@ def _check_address(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
     except (OSError, OverflowError, ValueError) as exc:  # ValueError: a name that no host can have
         raise UsageError(f"there is no Ray cluster at {address} ({exc}); {START_RAY}") from exc
-
-
-def cause_of(exc: Exception) -> str:
-    """One line of Ray's report of a dead process: the last, which names the error in the process if there was one."""
-    lines = [line.strip() for line in str(exc).splitlines() if line.strip()]
-    return lines[-1] if lines else type(exc).__name__
