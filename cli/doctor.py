@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,10 +12,10 @@ import click
 from offspec import __version__, format_quantity, format_size
 
 from .flag_declarations import OffspecCommand, option, with_flags
-from .terminal import ProgressLine
+from .terminal import ProgressLine, columns
 
 if TYPE_CHECKING:
-    from offspec.tools.diagnosis import Diagnosis, ProductRate
+    from offspec.tools.diagnosis import Diagnosis
 
 Fact = tuple[str, str, str]  # label, value, source
 MAX_COLUMNS, NARROW = 100, 50
@@ -63,11 +62,11 @@ def command(device: str, path: Path | None, quick: bool, as_json: bool, quiet: b
     if as_json:
         click.echo(json.dumps({"version": __version__, **diagnosis.as_dict()}))
     else:
-        click.echo(table(diagnosis, min(shutil.get_terminal_size().columns, MAX_COLUMNS)))
+        click.echo(table(diagnosis, min(columns(), MAX_COLUMNS)))
 
 
 def table(diagnosis: Diagnosis, columns: int) -> str:
-    """Facts, rates and advice, in lines of at most `columns` columns (but at least 20)."""
+    """Facts, rates and advice, then the verdict, in lines of at most `columns` columns (but at least 20)."""
     facts, rates = _facts(diagnosis), _rates(diagnosis)
     label_columns = max(len(label) for label, *_ in facts + rates) + 2
     lines = [line for row in facts for line in _lines(row, label_columns, columns)]
@@ -77,14 +76,10 @@ def table(diagnosis: Diagnosis, columns: int) -> str:
     if diagnosis.advice:
         lines += ["", "Advice"]
         lines += [line for text in diagnosis.advice for line in _wrapped("- ", with_flags(text), 2, columns)]
-    return "\n".join([*lines, "", *_verdict(diagnosis, columns)])
-
-
-def _verdict(diagnosis: Diagnosis, columns: int) -> list[str]:
-    """Whether this machine is ready, and what to do."""
-    if not diagnosis.to_do:
-        return ["Ready. Next:", *_wrapped("  ", FIRST_COMMAND, 4, columns)]
-    return [line for text in diagnosis.to_do for line in _wrapped("To do: ", with_flags(text), 2, columns)]
+    verdict = ["Ready. Next:", *_wrapped("  ", FIRST_COMMAND, 4, columns)]
+    if diagnosis.to_do:
+        verdict = [line for text in diagnosis.to_do for line in _wrapped("To do: ", with_flags(text), 2, columns)]
+    return "\n".join([*lines, "", *verdict])
 
 
 def _lines(row: Fact, label_columns: int, columns: int) -> list[str]:
@@ -111,11 +106,9 @@ def _facts(diagnosis: Diagnosis) -> list[Fact]:
         ("CPU", ", ".join(filter(None, (h.cpu_name, cores, diagnosis.instructions))), h.cores_limit),
         _gpu(diagnosis),
     ]
-    if diagnosis.disk is not None:
-        free = f"{format_size(diagnosis.disk.free_bytes)} free"
-        rows.append(
-            ("disk", f"{diagnosis.disk.file_system} on {diagnosis.disk.device}, {free}", str(diagnosis.disk.path))
-        )
+    if (disk := diagnosis.disk) is not None:
+        free = f"{format_size(disk.free_bytes)} free"
+        rows.append(("disk", f"{disk.file_system} on {disk.device}, {free}", str(disk.path)))
     else:
         rows.append(("disk", "unknown", diagnosis.disk_reason))
     return [*rows, ("software", f"offspec {__version__}, torch {diagnosis.torch_version}, {bitsandbytes}", "")]
@@ -139,14 +132,16 @@ def _rates(diagnosis: Diagnosis) -> list[Fact]:
         ("link", _rate(rates.host_to_device_bytes_per_s, "B/s"), sources.get("host_to_device_bytes_per_s", "")),
         ("memory", _rate(rates.memory_bytes_per_s, "B/s"), sources.get("memory_bytes_per_s", "")),
         ("matmul", matmul or "-", f"tokens at once; {how}" if matmul else how),
-        *(_product(rate) for rate in diagnosis.products),
+        *(
+            (
+                f"{each.form} x {each.rows}",
+                f"{format_quantity(each.flops, 'FLOP/s')}, {format_quantity(each.bytes_per_s, 'B/s')} of weights",
+                "",
+            )
+            for each in diagnosis.products
+        ),
         ("NF4", _rate(rates.dequantise_elements_per_s, " weights/s"), sources.get("dequantise_elements_per_s", "")),
     ]
-
-
-def _product(rate: ProductRate) -> Fact:
-    fast = f"{format_quantity(rate.flops, 'FLOP/s')}, {format_quantity(rate.bytes_per_s, 'B/s')} of weights"
-    return f"{rate.form} x {rate.rows}", fast, ""
 
 
 def _rate(value: float | None, unit: str) -> str:
