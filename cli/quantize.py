@@ -102,8 +102,12 @@ def command(
     try:
         target = dst and expand_home(dst)
         if shadow is None:
+            if target is None:
+                raise click.UsageError("Missing argument 'DST': the folder for the result.")
+            from offspec import convert
+
             file = None if imatrix is None else str(expand_home(imatrix))
-            done = _convert(src, target, ConvertParams(form, double_quant, file), bar)
+            done = convert(src, target, ConvertParams(form, double_quant, file), progress=bar)
         else:
             from offspec.tools.quantizing import make_shadow
 
@@ -115,12 +119,8 @@ def command(
     if form in ("nf4", "fp4") and done.result_bytes > done.source_bytes and not quiet:
         click.echo("offspec: the result is larger than the source, and its weights are rounded twice", err=True)
     if as_json:
-        summary = {"source": src, "target": str(done.path), "format": done.format, "num_files": done.num_files}
-        summary |= {
-            "num_resumed": done.num_resumed,
-            "source_bytes": done.source_bytes,
-            "result_bytes": done.result_bytes,
-        }
+        same = ("format", "num_files", "num_resumed", "source_bytes", "result_bytes")
+        summary = {"source": src, "target": str(done.path), **{name: getattr(done, name) for name in same}}
         summary["bits_per_weight"] = {name: round(bits, 3) for name, bits in done.bits_per_weight.items()}
         click.echo(json.dumps(summary | {"seconds": round(time.monotonic() - start, 3)}))
     else:
@@ -146,14 +146,6 @@ def _ratios(done: Conversion, *, each: bool) -> list[str]:
     left = len(done.bits_per_weight) - len(packed)
     stayed = f"; {left} would not shrink and stayed as they were" if left else ""
     return [*lines, f"{len(packed)} matrices packed: {ratios}, the same bits when unpacked again (compared){stayed}"]
-
-
-def _convert(source: str, target: Path | None, params: ConvertParams, bar: ConversionLine) -> Conversion:
-    from offspec import convert
-
-    if target is None:
-        raise click.UsageError("Missing argument 'DST': the folder for the result.")
-    return convert(source, target, params, progress=bar)
 
 
 def _warn_of_a_model_not_run(folder: Path) -> None:

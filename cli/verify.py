@@ -12,6 +12,7 @@ import click
 from offspec import ACCEPTS, SEED_LIMIT, LoadOptions, SamplingParams
 from offspec.errors import VerificationError
 
+from . import terminal
 from .batch import read_prompts
 from .constraints import ConstraintFlags, constraint_options
 from .flag_declarations import OffspecCommand, option, research_option
@@ -29,7 +30,6 @@ from .options import (
     several_budgets,
     tuning_options,
 )
-from .terminal import ProgressLine
 
 if TYPE_CHECKING:
     from offspec import Scoring
@@ -164,15 +164,24 @@ def command(
 
     required = constraint.applied_to(SamplingParams()).constraint
     settings = settings_of(temperatures, top_p, budgets, scorings, drafts, required)
-    prompts = _prompts(prompt_file, max_prompts)
-    loading = _with_dtype(replace(loading, tree=max(nodes or 0 for nodes in budgets)), verbose=verbose)
+    if prompt_file is not None:
+        prompts = [task.text for task in read_prompts(prompt_file)][:max_prompts]
+    else:
+        from offspec import builtin
+
+        prompts = builtin.prompts()[: max_prompts or BUILTIN_PROMPTS]
+    loading = replace(loading, tree=max(nodes or 0 for nodes in budgets))
+    if loading.dtype == "auto":  # where the text is not exact, fp32 has next to no near-ties with a plain KV cache
+        loading = replace(loading, dtype="fp32")
+        if verbose:
+            click.echo("offspec: dtype fp32 (verify's default)", err=True)
     engine = load_engine(loading, quiet=quiet, verbose=verbose)
     if not engine.guesses and "random" in drafts:
         settings = [setting for setting in settings if setting.draft == "random"]
         if "own" in drafts and not quiet:
             click.echo("offspec: without --draft, only the random draft is verified", err=True)
 
-    line = ProgressLine(quiet=quiet)
+    line = terminal.ProgressLine(quiet=quiet)
 
     def progress(done: int, total: int) -> None:
         line.show(f"{done}/{total} settings" if done < total else "")
@@ -189,41 +198,15 @@ def command(
 reworded(command, dtype="Compute dtype. auto: fp32. Near-ties are allowed where the text is not exact.")
 
 
-def _prompts(file: Path | None, most: int | None) -> list[str]:
-    """At most so many prompts of the file, or of the built-in ones."""
-    if file is not None:
-        return [task.text for task in read_prompts(file)][:most]
-    from offspec import builtin
-
-    return builtin.prompts()[: most or BUILTIN_PROMPTS]
-
-
-def _with_dtype(loading: LoadOptions, *, verbose: bool) -> LoadOptions:
-    """fp32 for `auto`: where the text is not exact, it has next to no near-ties with a plain KV cache."""
-    if loading.dtype != "auto":
-        return loading
-    if verbose:
-        click.echo("offspec: dtype fp32 (verify's default)", err=True)
-    return replace(loading, dtype="fp32")
-
-
 def table(report: VerificationReport) -> str:
     """Tokens per pass by setting, and the verdict."""
-    lines = [f"{'temperature':>11}  {'top-p':>5}  {'draft':<6}  {'scoring':<8}  {'budget':>6}  tokens per pass"]
-    for s, tokens_per_pass in zip(report.settings, report.tokens_per_pass, strict=True):
-        lines.append(
-            f"{s.temperature:>11g}  {s.top_p:>5g}  {s.draft:<6}  {s.scoring:<8}  {s.budget_name:>6}  "
-            f"{tokens_per_pass:.2f}"
-        )
+    rows = [("temperature", "top-p", "draft", "scoring", "budget", "tokens per pass")]
+    for s, tokens in zip(report.settings, report.tokens_per_pass, strict=True):
+        rows.append((f"{s.temperature:g}", f"{s.top_p:g}", s.draft, s.scoring, s.budget_name, f"{tokens:.2f}"))
     verdict = "identical to plain decoding" if report.is_exact else f"{len(report.errors)} texts DIFFER"
     counts = f"{report.num_prompts} prompts, {len(report.settings)} settings, {report.num_tokens} tokens"
-    return "\n".join([*lines, f"{counts}, promised {report.promise}: {verdict}{_near_ties(report)}"])
-
-
-def _near_ties(report: VerificationReport) -> str:
-    """How often the other token of a near-tie was chosen; empty for never."""
-    if not report.near_ties:
-        return ""
-    joint = "up to" if report.is_exact else "beside"
-    rate = f"{report.near_ties_per_1000:.2g} per 1,000 tokens"
-    return f" {joint} {len(report.near_ties)} near-ties, {rate}, at most {report.largest_gap:.2g} apart"
+    if report.near_ties:  # how often the other token of one was chosen
+        rate = f"{report.near_ties_per_1000:.2g} per 1,000 tokens"
+        verdict += f" {'up to' if report.is_exact else 'beside'} {len(report.near_ties)} near-ties, {rate}"
+        verdict += f", at most {report.largest_gap:.2g} apart"
+    return "\n".join([*terminal.table(rows), f"{counts}, promised {report.promise}: {verdict}"])

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from offspec.cli import quantize
+import offspec as offspec_package
 from offspec.cli.quantize import ConversionLine
 from offspec.loaders import convert as conversion
 
@@ -50,12 +50,12 @@ def test_a_result_that_is_larger_is_told(
 ) -> None:
     """As that of a GGUF file of 3 bits is."""
 
-    def smaller_before(*args: Any) -> Any:
-        done = convert(*args)
+    def smaller_before(*args: Any, **more: Any) -> Any:
+        done = convert(*args, **more)
         return replace(done, source_bytes=done.result_bytes - 1)
 
-    convert = quantize._convert
-    monkeypatch.setattr(quantize, "_convert", smaller_before)
+    convert = offspec_package.convert
+    monkeypatch.setattr(offspec_package, "convert", smaller_before)
     assert "the result is larger" in offspec("quantize", pair.target, tmp_path / "small").err
     assert offspec("quantize", pair.target, tmp_path / "quiet", "-q").err == ""
     assert offspec("quantize", pair.target, tmp_path / "kept", "--format", "keep").err == ""
