@@ -30,22 +30,21 @@ class ConstraintFlags:
 
     def applied_to(self, sampling: SamplingParams) -> SamplingParams:
         """Raises click.UsageError for a file that cannot be read, or for several flags."""
-        constraint = self._constraint()
-        return sampling if constraint is None else replace(sampling, constraint=constraint)
-
-    def _constraint(self) -> Constraint | None:
         given = {name: text for name, text in asdict(self).items() if text not in (None, OFF)}
         if len(given) > 1:
             raise click.UsageError(f"Give only one of {', '.join(FLAGS[name] for name in asdict(self))}.")
-        for name, text in given.items():
-            if name == "grammar":
-                is_regex = len(text) > 1 and text[0] == text[-1] == "/"  # a path that ends so is no file
-                return Constraint.regex(text[1:-1]) if is_regex else Constraint.grammar(_text(Path(text)))
-            if text == ANY_OBJECT:
-                return Constraint.json_object()
+        if not given:
+            return sampling
+        ((name, text),) = given.items()
+        if name == "grammar":
+            is_regex = len(text) > 1 and text[0] == text[-1] == "/"  # a path that ends so is no file
+            constraint = Constraint.regex(text[1:-1]) if is_regex else Constraint.grammar(_text(Path(text)))
+        elif text == ANY_OBJECT:
+            constraint = Constraint.json_object()
+        else:
             is_schema = text.lstrip().startswith("{") or text.strip() in ("true", "false")
-            return Constraint.json_schema(text if is_schema else _json_text(Path(text)))
-        return None
+            constraint = Constraint.json_schema(text if is_schema else _json_text(Path(text)))
+        return replace(sampling, constraint=constraint)
 
 
 CONSTRAINT = FlagRecord("constraint", ConstraintFlags, ConstraintFlags, group=SAMPLING)

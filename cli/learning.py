@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import click
 
@@ -20,12 +20,7 @@ from .terminal import is_watched
 
 if TYPE_CHECKING:
     from offspec import Engine
-
-
-class SavedLearning(Protocol):
-    """What a draft has learnt."""
-
-    def save(self, path: Path) -> None: ...
+    from offspec.research.lora import Adapter
 
 
 def written_file(options: LoadOptions) -> Path | None:
@@ -62,7 +57,7 @@ def learning_kept(engine: Engine, file: Path | None, *, quiet: bool) -> Generato
                 click.echo(f"offspec: saved {aligner.num_steps} training steps of the draft in {file}", err=True)
 
 
-def _save(adapter: SavedLearning, file: Path) -> None:
+def _save(adapter: Adapter, file: Path) -> None:
     try:
         adapter.save(file)
     except StorageError as exc:
@@ -78,7 +73,7 @@ def _save(adapter: SavedLearning, file: Path) -> None:
         ) from exc
 
 
-def _saved_elsewhere(adapter: SavedLearning, name: str) -> Path | None:
+def _saved_elsewhere(adapter: Adapter, name: str) -> Path | None:
     """Save to a file of that name in a new folder, on the first disk with space for it; None if none has."""
     for parent in (None, home_folder(), Path.cwd()):  # None is the system's temporary folder
         with suppress(OSError):

@@ -54,26 +54,21 @@ class ThinkingReader:
             self._held = begun.removeprefix(OPEN) if is_thinking else self._held
             self._is_bare = is_thinking
         thought = self._thought(is_end) if self._place == "thinking" else ""
-        return thought, self._said() if self._place == "answer" else ""
+        if self._place != "answer":
+            return thought, ""
+        text = self._held.lstrip() if self._is_bare else self._held
+        self._held, self._is_bare = "", self._is_bare and not text
+        return thought, text
 
     def _thought(self, is_end: bool) -> str:
         inside, close, after = self._held.partition(CLOSE)
         if close:
             thought, self._held, self._place = inside.rstrip(), after, "answer"
         else:
-            certain = len(inside) if is_end else _num_certain(inside)
+            # Characters at the end may belong to CLOSE, or to the spaces before it.
+            begun = max(size for size in range(len(CLOSE)) if inside.endswith(CLOSE[:size]))
+            certain = len(inside) if is_end else len(inside[: len(inside) - begun].rstrip())
             thought, self._held = inside[:certain], inside[certain:]
         thought = thought.lstrip() if self._is_bare else thought
         self._is_bare = bool(close) or (self._is_bare and not thought)
         return thought
-
-    def _said(self) -> str:
-        text = self._held.lstrip() if self._is_bare else self._held
-        self._held, self._is_bare = "", self._is_bare and not text
-        return text
-
-
-def _num_certain(text: str) -> int:
-    """Characters before those that may belong to CLOSE or to the spaces before it."""
-    begun = max(size for size in range(len(CLOSE)) if text.endswith(CLOSE[:size]))
-    return len(text[: len(text) - begun].rstrip())
