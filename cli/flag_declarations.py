@@ -230,17 +230,13 @@ class OffspecCommand(click.Command):
             if self._is_left_out(parameter) and not ctx.meta.get(SHOWS_ALL):
                 continue
             if isinstance(parameter, click.Option) and (line := parameter.get_help_record(ctx)) is not None:
-                groups[self._heading(parameter)].append(line)
+                # A command with few flags has one heading; click's own flags are --help and --help-all.
+                group = parameter.group if isinstance(parameter, OffspecOption) else OUTPUT
+                groups[group if self._has_many else OWN].append(line)
         for heading, lines in groups.items():
             if lines:
                 with formatter.section(heading):
                     formatter.write_dl(lines)
-
-    def _heading(self, parameter: click.Option) -> str:
-        """A command with few flags has one heading."""
-        if not self._has_many:
-            return OWN
-        return parameter.group if isinstance(parameter, OffspecOption) else OUTPUT  # click's own: --help, --help-all
 
     def _is_left_out(self, parameter: click.Parameter) -> bool:
         if not isinstance(parameter, OffspecOption):

@@ -40,28 +40,28 @@ Examples:
 @option("--json", "as_json", is_flag=True, help="Print one JSON object for each model.")
 @option("-v", "--verbose", is_flag=True, help="Show tracebacks.")
 def command(action: str, model: str | None, yes: bool, as_json: bool, verbose: bool) -> None:
+    from offspec.tools import local_models
+
     if action == "list":
-        _list(model, as_json=as_json)
-        return
-    if model is None:
+        if model is not None:
+            models = local_models.models_in(Path(model))
+        else:
+            models = [*local_models.named_models(), *local_models.hub_models()]
+        if as_json:
+            for each in models:
+                click.echo(json.dumps({**each.as_dict(), "fault": with_flags(each.fault)}))
+        else:
+            click.echo(table(models))
+    elif model is None:
         raise click.UsageError(f"name a model: offspec models {action} ORG/NAME")
-    if action == "pull":
-        from offspec.tools.local_models import pull
-
-        click.echo(str(pull(model)))
+    elif action == "pull":
+        click.echo(str(local_models.pull(model)))
     else:
-        _remove(model, yes=yes)
-
-
-def _list(folder: str | None, *, as_json: bool) -> None:
-    from offspec.tools.local_models import hub_models, models_in, named_models
-
-    models = [*named_models(), *hub_models()] if folder is None else models_in(Path(folder))
-    if as_json:
-        for each in models:
-            click.echo(json.dumps({**each.as_dict(), "fault": with_flags(each.fault)}))
-    else:
-        click.echo(table(models))
+        path, size = local_models.removable(model)
+        if not yes:
+            click.confirm(f"Remove {path} ({format_size(size)})?", abort=True, err=True)
+        local_models.remove(path)
+        click.echo(f"removed {path} ({format_size(size)})", err=True)
 
 
 def table(models: Sequence[LocalModel]) -> str:
@@ -77,13 +77,3 @@ def table(models: Sequence[LocalModel]) -> str:
             lines[place] = "  ".join(lines[place].split("  ")[:-1]).rstrip() + "  does not run"
             lines.insert(place + 1, f"    {with_flags(fault)}")
     return "\n".join(lines)
-
-
-def _remove(model: str, *, yes: bool) -> None:
-    from offspec.tools.local_models import removable, remove
-
-    path, size = removable(model)
-    if not yes:
-        click.confirm(f"Remove {path} ({format_size(size)})?", abort=True, err=True)
-    remove(path)
-    click.echo(f"removed {path} ({format_size(size)})", err=True)
