@@ -150,7 +150,12 @@ class PromptBatch:
             if output is not None:
                 self._file = self._locked(output)
                 self._read_done(output, self._file)
-            self._check_done()
+            for task in self.tasks:
+                if task.line in self._done and not self._is_answer(self._done[task.line], task):
+                    raise UsageError(
+                        f"the answer in {output} to line {task.line} of {source} has another prompt or other settings: "
+                        "give another --output"
+                    )
         except BaseException:
             self.close()
             raise
@@ -172,14 +177,6 @@ class PromptBatch:
         if self._file is not None:
             with suppress(OSError):  # close retries a write that failed
                 self._file.close()
-
-    def _check_done(self) -> None:
-        for task in self.tasks:
-            if task.line in self._done and not self._is_answer(self._done[task.line], task):
-                raise UsageError(
-                    f"the answer in {self.output} to line {task.line} of {self.source} has another prompt or "
-                    "other settings: give another --output"
-                )
 
     @property
     def open_tasks(self) -> list[Task]:
@@ -210,7 +207,13 @@ class PromptBatch:
                 self._cut_half_line()
                 show(0)
                 for number, (place, answer) in enumerate(answered, 1):
-                    self._keep(tasks[place], answer)
+                    task = tasks[place]
+                    if isinstance(answer, OffspecError):
+                        self.errors[task.line] = with_flags(str(answer))
+                        self._tell(task.line, self.errors[task.line])
+                    else:
+                        settings = self._settings_of(task)
+                        self._write({"line": task.line, **task.content, **answer, "settings": settings})
                     show(number)
         progress_line.show()
         if self.errors:
@@ -219,13 +222,6 @@ class PromptBatch:
             raise OffspecError(
                 f"{len(self.errors)} of {self._num_lines} lines of {self.source} failed ({lines}){again}"
             )
-
-    def _keep(self, task: Task, answer: Answer | OffspecError) -> None:
-        if isinstance(answer, OffspecError):
-            self.errors[task.line] = with_flags(str(answer))
-            self._tell(task.line, self.errors[task.line])
-        else:
-            self._write({"line": task.line, **task.content, **answer, "settings": self._settings_of(task)})
 
     def _tell(self, line: int, error: str) -> None:
         click.echo(f"offspec: {self.source}, line {line}: {' '.join(error.split())}", err=True)
