@@ -12,9 +12,9 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -55,7 +55,7 @@ MOST_CLIENT_BYTES = MOST_BYTES  # of those of one client
 # JSON of more bytes than SMALL_BODY is read for so long that everything else waits: for this share of the time at most.
 SMALL_BODY, LARGE_SHARE = 1 << 18, 0.2
 REFUSAL_S = 0.5  # before a body is refused: a client that sends it again at once would keep the server busy
-LLAMA_CPP, OLLAMA = llama_cpp.Infilling(), ollama.Ollama("chat")
+LLAMA_CPP, OLLAMA, MESSAGES = llama_cpp.Infilling(), ollama.Ollama("chat"), Messages()
 EMBEDDINGS: dict[str, ApiForm] = {"/v1/embeddings": Completions("text"), "/embedding": LLAMA_CPP}
 EMBEDDINGS |= {"/embeddings": LLAMA_CPP, "/api/embed": OLLAMA, "/api/embeddings": OLLAMA}
 T = TypeVar("T")
@@ -67,7 +67,7 @@ def forms() -> dict[str, ApiForm]:
     return {
         "/v1/chat/completions": Completions("chat"),
         "/v1/completions": Completions("text"),
-        "/v1/messages": Messages(),
+        "/v1/messages": MESSAGES,
         "/v1/responses": Responses(StoredResponses()),
         "/infill": LLAMA_CPP,
         "/api/chat": OLLAMA,
@@ -139,37 +139,30 @@ def application(
     """
     api = Api(models if isinstance(models, ModelManager) else OneModel(models, alias), defaults, given)
     guarded = Guard(api_key, is_private=is_private, origins=origins)
+
+    def of(form: ApiForm, path: str, handler: Handler, *methods: str) -> Route:
+        """A route whose errors are written as `form` does."""
+        return Route(path, guarded(partial(api.refusing, handler, form)), methods=methods or ["GET"])
+
     routes = [
         Route("/health", api.health),
         Route("/metrics", guarded(api.metrics)),
         Route("/v1/models", guarded(api.models)),
         Route("/v1/models/{id:path}", guarded(api.model)),
-        *(Route(path, guarded(partial(api.answer, form=form)), methods=["POST"]) for path, form in forms().items()),
-        Route("/v1/messages/count_tokens", guarded(api.count_tokens), methods=["POST"]),
-        *(
-            Route(path, guarded(partial(api.embeddings, form=form)), methods=["GET", "POST"])
-            for path, form in EMBEDDINGS.items()
-        ),
-        Route("/props", guarded(api.props)),
-        Route("/tokenize", guarded(partial(api.encoded, work=llama_cpp.tokenize)), methods=["POST"]),
-        Route("/detokenize", guarded(partial(api.encoded, work=llama_cpp.detokenize)), methods=["POST"]),
+        *(of(form, path, partial(api.answer, form=form), "POST") for path, form in forms().items()),
+        of(MESSAGES, "/v1/messages/count_tokens", api.count_tokens, "POST"),
+        *(of(form, path, partial(api.embeddings, form=form), "GET", "POST") for path, form in EMBEDDINGS.items()),
+        of(LLAMA_CPP, "/props", api.props),
+        of(LLAMA_CPP, "/tokenize", partial(api.encoded, work=llama_cpp.tokenize), "POST"),
+        of(LLAMA_CPP, "/detokenize", partial(api.encoded, work=llama_cpp.detokenize), "POST"),
         Route("/api/version", guarded(api.ollama_version)),
-        Route("/api/tags", guarded(api.ollama_tags)),
-        Route("/api/show", guarded(api.ollama_show), methods=["POST"]),
+        of(OLLAMA, "/api/tags", api.ollama_tags),
+        of(OLLAMA, "/api/show", api.ollama_show, "POST"),
         *(page_routes() if has_page else []),
     ]
     cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"])
-    middleware = [cors] if origins else []
-    return Starlette(
-        routes=routes, middleware=middleware, exception_handlers={HTTPException: _not_found, Exception: _unexpected}
-    )
-
-
-@dataclass
-class Reading:
-    """A request being read and checked. refusal: the response, if it is refused."""
-
-    refusal: Response | None = None
+    handlers: dict[Any, Any] = {HTTPException: _not_found, Exception: _unexpected}
+    return Starlette(routes=routes, middleware=[cors] if origins else [], exception_handlers=handlers)
 
 
 class Api:
@@ -213,24 +206,18 @@ class Api:
         return PlainTextResponse(text, media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     async def answer(self, request: Request, form: ApiForm) -> Response:
-        async with self._error_responses(form) as reading:
-            body, completion = await self._read(request, form)
-        if reading.refusal is not None:
-            return reading.refusal
-        return await in_time(
-            self._answered(request, form, body, completion), form.stream if completion.streams else None
-        )
+        body, completion = await self._read(request, form)
+        answered = partial(self._answered, form=form, body=body, completion=completion)
+        return await in_time(self.refusing(answered, form, request), form.stream if completion.streams else None)
 
     async def _answered(self, request: Request, form: ApiForm, body: Json, completion: CompletionRequest) -> Response:
         """The response to a request that was read: as soon as its model is loaded, or its whole answer complete."""
-        async with self._error_responses(form) as reading, self._models.using(body.get("model")) as loaded:
+        async with self._models.using(body.get("model")) as loaded:
             service = loaded.service
             completion = replace(completion, params=self._recommended(completion.params, loaded, completion.given))
             work = await unless_left(
                 service.submit(service.with_tools(completion), _client(request, completion.user)), request
             )
-        if reading.refusal is not None:
-            return reading.refusal
         answer = form.answer(body, work.completion, loaded.name, work.prompts, service.engine.tokenizer)
         if completion.streams:
             return EventResponse(answer, work, service.cancel, form)
@@ -238,13 +225,11 @@ class Api:
 
     async def count_tokens(self, request: Request) -> Response:
         """Anthropic's count of a request's tokens, which the model does not read."""
-        form = Messages()
-        async with self._error_responses(form) as reading:
-            body, completion = await self._read(request, form)
-            async with self._models.using(body.get("model")) as loaded:
-                completion = loaded.service.with_tools(completion)
-                number = await loaded.service.count_tokens(completion, _client(request, completion.user))
-        return reading.refusal or JSONResponse({"input_tokens": number})
+        body, completion = await self._read(request, MESSAGES)
+        async with self._models.using(body.get("model")) as loaded:
+            completion = loaded.service.with_tools(completion)
+            number = await loaded.service.count_tokens(completion, _client(request, completion.user))
+        return JSONResponse({"input_tokens": number})
 
     async def embeddings(self, request: Request, form: ApiForm) -> Response:
         refused = failure("offspec has no embeddings; ask a server with an embedding model")
@@ -252,56 +237,42 @@ class Api:
 
     async def props(self, request: Request) -> Response:
         """llama.cpp's description of the model that the query or nobody names."""
-        async with (
-            self._error_responses(LLAMA_CPP) as reading,
-            self._models.using(request.query_params.get("model")) as loaded,
-        ):
+        async with self._models.using(request.query_params.get("model")) as loaded:
             service = loaded.service
-            content = llama_cpp.props(service.engine, loaded.name, self._defaults, service.num_texts)
-        return reading.refusal or JSONResponse(content)
+            return JSONResponse(llama_cpp.props(service.engine, loaded.name, self._defaults, service.num_texts))
 
     async def encoded(self, request: Request, work: Callable[[Json, Engine], Json]) -> Response:
         """The result of `work` on a request's body, by the thread that encodes."""
-        async with self._error_responses(LLAMA_CPP) as reading:
-            body = await self._json(request, object_of)
-            async with self._models.using(body.get("model")) as loaded:
-                service = loaded.service
-                content = await service.on_encoder(_client(request), partial(work, body, service.engine))
-        return reading.refusal or JSONResponse(content)
+        body = await self._json(request, object_of)
+        async with self._models.using(body.get("model")) as loaded:
+            service = loaded.service
+            return JSONResponse(await service.on_encoder(_client(request), partial(work, body, service.engine)))
 
     async def ollama_version(self, request: Request) -> Response:
         return JSONResponse(ollama.version())
 
     async def ollama_tags(self, request: Request) -> Response:
-        async with self._error_responses(OLLAMA) as reading:
-            content = await asyncio.to_thread(ollama.tags, self._models.paths)
-        return reading.refusal or JSONResponse(content)
+        return JSONResponse(await asyncio.to_thread(ollama.tags, self._models.paths))
 
     async def ollama_show(self, request: Request) -> Response:
-        async with self._error_responses(OLLAMA) as reading:
-            body = await self._json(request, object_of)
-            name, loaded = self._models.checked(body.get("model") or body.get("name")), self._models.loaded
-            context = loaded.service.engine.max_context if loaded is not None and loaded.name == name else None
-            content = await asyncio.to_thread(ollama.show, name, self._models.paths[name], context)
-        return reading.refusal or JSONResponse(content)
+        body = await self._json(request, object_of)
+        name, loaded = self._models.checked(body.get("model") or body.get("name")), self._models.loaded
+        context = loaded.service.engine.max_context if loaded is not None and loaded.name == name else None
+        return JSONResponse(await asyncio.to_thread(ollama.show, name, self._models.paths[name], context))
 
-    @asynccontextmanager
-    async def _error_responses(self, form: ApiForm) -> AsyncIterator[Reading]:
-        """Turns errors of a request, raised in the body, into the response that refuses it."""
-        reading = Reading()
+    async def refusing(self, handler: Handler, form: ApiForm, request: Request) -> Response:
+        """The response of `handler`, or the one that refuses the request, as `form` writes it."""
         try:
-            yield reading
+            return await handler(request)
         except (TooLargeError, OffspecError) as exc:
             self._models.notify(f"{form.name}: refused: {one_line(with_flags(str(exc)))}")
             if isinstance(exc, TooLargeError):
-                content = form.error(failure(str(exc), kind=exc.kind), exc.status)
-                reading.refusal = JSONResponse(content, exc.status)
-            else:
-                reading.refusal = refusal(exc, form.error)
+                return JSONResponse(form.error(failure(str(exc), kind=exc.kind), exc.status), exc.status)
+            return refusal(exc, form.error)
         except ClientDisconnect:
-            reading.refusal = Response(status_code=499)  # nobody reads it
+            return Response(status_code=499)  # nobody reads it
         except asyncio.CancelledError:
-            reading.refusal = refusal(StoppingError(), form.error)
+            return refusal(StoppingError(), form.error)
 
     async def _read(self, request: Request, form: ApiForm) -> tuple[Any, CompletionRequest]:
         """The body as JSON, and what it asks for. Raises UsageError, and TooLargeError."""
@@ -384,19 +355,15 @@ class Guard:
         if self._is_private:
             named.append(f"//{request.headers.get('host', '')}")
         if self._api_key is not None:
-            borne = request.headers.get("x-api-key") or _bearer(request.headers.get("authorization", ""))
+            # The scheme `Bearer` may be in any case (RFC 9110, section 11.1).
+            scheme, _, key = request.headers.get("authorization", "").partition(" ")
+            borne = request.headers.get("x-api-key") or (key.strip() if scheme.lower() == "bearer" else None)
             if borne is None or not secrets.compare_digest(borne.encode(), self._api_key.encode()):
                 return JSONResponse(failure("the API key is missing or wrong", code="invalid_api_key"), 401)
         elif not all(map(is_loopback, map(_host_of, named))):
             who = "programs on its own machine" if self._is_private else "programs, not web pages"
             return JSONResponse(failure(f"without --api-key this server answers only {who}"), 403)
         return None
-
-
-def _bearer(authorization: str) -> str | None:
-    """The key in `Bearer KEY`; None for another scheme. The scheme may be in any case (RFC 9110, section 11.1)."""
-    scheme, _, key = authorization.partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else None
 
 
 def _host_of(url: str) -> str:
@@ -413,5 +380,4 @@ async def _not_found(request: Request, exc: Exception) -> Response:
 
 
 async def _unexpected(request: Request, exc: Exception) -> Response:
-    content, status = describe(exc)
-    return JSONResponse(content, status)
+    return JSONResponse(*describe(exc))
