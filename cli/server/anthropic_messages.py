@@ -59,9 +59,10 @@ def as_chat(body: Any) -> Json:
     messages = list_of_objects(body, "messages")
     if not messages:
         raise UsageError("messages must be a list of at least one message")
-    chat["messages"] = _system(body) + [
-        each for number, message in enumerate(messages) for each in _messages(message, f"messages[{number}]")
-    ]
+    system = body.get("system")
+    chat["messages"] = [{"role": "system", "content": text_of(system, "system", ["text"])}] if system else []
+    for number, message in enumerate(messages):
+        chat["messages"] += _messages(message, f"messages[{number}]")
     if messages[-1].get("role") == "assistant":
         raise UsageError("messages must not end with the assistant's: beginnings of answers are not supported")
     if (stops := body.get("stop_sequences")) is not None:
@@ -74,11 +75,6 @@ def as_chat(body: Any) -> Json:
     return chat
 
 
-def _system(body: Json) -> list[Json]:
-    system = body.get("system")
-    return [] if not system else [{"role": "system", "content": text_of(system, "system", ["text"])}]
-
-
 def _messages(message: Json, where: str) -> Iterator[Json]:
     """One message as those of a chat: results of tools are messages of their own there."""
     role, content = message.get("role"), message.get("content")
@@ -87,9 +83,9 @@ def _messages(message: Json, where: str) -> Iterator[Json]:
     if isinstance(content, str):
         yield {"role": role, "content": content}
         return
-    blocks = list_of_objects(message, "content") if isinstance(content, list) else None
-    if blocks is None:
+    if not isinstance(content, list):
         raise UsageError(f"{where}.content must be a string or a list of blocks")
+    blocks = list_of_objects(message, "content")
     numbered = [(block, f"{where}.content[{number}]") for number, block in enumerate(blocks)]
     yield from [_of_assistant(numbered)] if role == "assistant" else _of_user(role, numbered)
 
@@ -138,20 +134,14 @@ def _text(block: Json, where: str) -> str:
 
 
 def _add_tools(chat: Json, body: Json) -> None:
-    tools = list_of_objects(body, "tools")
-    for number, tool in enumerate(tools):
+    chat["tools"] = []
+    for number, tool in enumerate(list_of_objects(body, "tools")):
         if tool.get("type") not in (None, "custom"):
             raise UsageError(
                 f"tools[{number}] is a tool of Anthropic's servers; only tools of type custom are supported"
             )
-    functions = [
-        {
-            "parameters": tool.get("input_schema"),
-            **{name: tool[name] for name in ("name", "description", "strict") if name in tool},
-        }
-        for tool in tools
-    ]
-    chat["tools"] = [{"type": "function", "function": function} for function in functions]
+        same = {name: tool[name] for name in ("name", "description", "strict") if name in tool}
+        chat["tools"].append({"type": "function", "function": {"parameters": tool.get("input_schema"), **same}})
     choice = field_of(body, "tool_choice", dict, "an object")
     if choice is None:
         return

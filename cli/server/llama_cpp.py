@@ -96,7 +96,11 @@ class InfillAnswer(AnswerForm):
             "stopping_word": chunk.stopped or "",
             "truncated": False,
             "tokens_cached": figures["num_prompt_tokens"] - figures["num_prefilled_tokens"],
-            "timings": _timings(figures),
+            "timings": {
+                "cache_n": figures["num_prompt_tokens"] - figures["num_prefilled_tokens"],
+                **_rates("prompt", figures["num_prefilled_tokens"], figures["prefill_s"]),
+                **_rates("predicted", figures["num_tokens"], figures["decode_s"]),
+            },
             "offspec": figures,
         }
 
@@ -104,30 +108,19 @@ class InfillAnswer(AnswerForm):
         """Those values that `response_fields` names by their paths; all if it is omitted."""
         if not isinstance(self._fields, list) or not self._fields:
             return part
-        selected = {path: _at(part, path.split("/")) for path in self._fields if isinstance(path, str)}
-        return {path: value for path, value in selected.items() if value is not None}
-
-
-def _at(value: Any, path: Sequence[str]) -> Any:
-    """The value at this path within objects; None if there is none."""
-    for name in path:
-        value = value.get(name) if isinstance(value, dict) else None
-    return value
+        selected: Json = {}
+        for path in self._fields:
+            value: Any = part
+            for name in path.split("/") if isinstance(path, str) else [None]:
+                value = value.get(name) if isinstance(value, dict) else None
+            if value is not None:
+                selected[path] = value
+        return selected
 
 
 def _counts(figures: Json) -> Json:
     counts = {"tokens_predicted": figures["num_tokens"], "tokens_evaluated": figures["num_prompt_tokens"]}
     return {"index": 0, "id_slot": 0, "tokens": [], **counts}
-
-
-def _timings(figures: Json) -> Json:
-    read, written = figures["num_prefilled_tokens"], figures["num_tokens"]
-    read_s, written_s = figures["prefill_s"], figures["decode_s"]
-    return {
-        "cache_n": figures["num_prompt_tokens"] - read,
-        **_rates("prompt", read, read_s),
-        **_rates("predicted", written, written_s),
-    }
 
 
 def _rates(name: str, number: int, seconds: float) -> Json:

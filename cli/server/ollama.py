@@ -33,13 +33,9 @@ if TYPE_CHECKING:
 API_VERSION = "0.12.11"  # of Ollama, whose API this is; clients ask for a least one
 NOT_FOLLOWED: dict[str, tuple[Any, ...]] = {"template": ("",), "context": ([],), "images": ([],)}
 NOT_FOLLOWED_OPTIONS: dict[str, tuple[Any, ...]] = {"typical_p": (1,)}
-OPTIONS = {
-    name: name
-    for name in (
-        *("temperature", "top_p", "top_k", "min_p", "seed", "stop"),
-        *("repeat_penalty", "presence_penalty", "frequency_penalty"),
-    )
-} | {"num_predict": "max_tokens"}
+OPTIONS = {"num_predict": "max_tokens"}  # and those that have one name
+OPTIONS |= {name: name for name in ("temperature", "top_p", "top_k", "min_p", "seed", "stop", "repeat_penalty")}
+OPTIONS |= {name: name for name in ("presence_penalty", "frequency_penalty")}
 LEVELS = ("low", "medium", "high", "max")  # of thinking
 NANOSECONDS = 1e9  # in a second
 
@@ -90,11 +86,9 @@ def _prompted(body: Json) -> list[Json]:
     if field_of(body, "raw", bool, "true or false") and system:
         raise UsageError("raw excludes system: the prompt is taken as it is; omit one of them")
     suffix = field_of(body, "suffix", str, "a string")
-    return [*_system(system), {"role": "user", "content": prompt}] if prompt or suffix else []
-
-
-def _system(text: str) -> list[Json]:
-    return [{"role": "system", "content": text}] if text else []
+    if not prompt and not suffix:
+        return []
+    return [*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": prompt}]
 
 
 def _messages(body: Json) -> list[Json]:

@@ -60,14 +60,12 @@ class Tools:
 
         unbound: functions whose arguments may be any object.
         """
-        chosen = [tool["function"] for tool in self.described if self.choice not in self.names or self._is_chosen(tool)]
+        functions = [tool["function"] for tool in self.described]
+        chosen = [each for each in functions if self.choice not in self.names or self.choice == each["name"]]
         schemas = {tool["name"]: ANY_OBJECT if tool["name"] in unbound else _schema(tool) for tool in chosen}
         if self.choice == "auto":
             return form.late_constraint(schemas, allows_several=self.allows_several, yields=not self.are_strict)
         return form.constraint(schemas, allows_several=self.allows_several and self.choice == "required")
-
-    def _is_chosen(self, tool: Json) -> bool:
-        return bool(tool["function"]["name"] == self.choice)
 
     async def looser_constraint(
         self, form: ToolFormat, compiles: Callable[[Constraint], Awaitable[bool]]
