@@ -42,10 +42,9 @@ from .metrics import one_line
 from .model_manager import LoadedModel, ModelManager, OneModel, UnknownModelError
 from .openai_answers import Completions, failure
 from .openai_requests import CompletionRequest
-from .openai_responses import Responses
+from .openai_responses import Responses, StoredResponses
 from .page_routes import page_routes
 from .request_parts import Json, object_of
-from .response_store import StoredResponses
 from .responses import EventResponse, describe, in_time, refusal, unless_left, whole_response
 from .service import Service, StoppingError
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from offspec.cli.server.response_store import KEPT_S, StoredResponses
+from offspec.cli.server.openai_responses import KEPT_S, StoredResponses
 from offspec.errors import UsageError
 
 from ...refusals import refused
