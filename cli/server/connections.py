@@ -1,7 +1,6 @@
 """Limits on connections of `offspec serve`: their number, the time that a request may take, and its size.
 
-The limits apply before authentication. A refusal is JSON in the form that OpenAI's clients read. A client may end its
-own direction of the connection after its request; it gets its answer.
+The limits apply before authentication. A refusal is JSON in the form that OpenAI's clients read.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import asyncio
 import json
 import logging
 import os
-import socket
 import sys
 import time
 from collections import Counter
@@ -28,7 +26,6 @@ SPARE_FILES = 4 * BACKLOG  # descriptors kept free for files, and for refusing c
 MOST_CONNECTIONS = 512
 HEADERS_S = 10.0  # for a request's headers, from the start of the connection
 BODY_S = 60.0  # for its body: 32 MiB at 0.5 MiB/s
-FIRST_PROBE_S, LAST_PROBE_S = 0.05, 1.0  # between two looks whether a client is still there, after its end of data
 ACCEPT_FAILED = "socket.accept() out of system resource"
 
 
@@ -84,7 +81,6 @@ class LimitedProtocol(H11Protocol):
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
         self.conn = StrictConnection(h11.SERVER)
-        self._is_half_closed = False  # the client sends no more
         self._timer: asyncio.TimerHandle | None = None
         self._timed: object = None  # the state that the timer is for
 
@@ -104,40 +100,9 @@ class LimitedProtocol(H11Protocol):
             super().data_received(data)
             self._set_timer()
 
-    def eof_received(self) -> bool:  # type: ignore[override]  # asyncio keeps the connection open if it is true
-        """Whether the client, which sends no more, still gets an answer."""
-        if not self._is_answering or self.cycle.more_body:
-            return False
-        if not self._is_half_closed:
-            self._is_half_closed = True
-            self._probe()
-        return True
-
-    @property
-    def _is_answering(self) -> bool:
-        return self.cycle is not None and not self.cycle.response_complete
-
-    def _probe(self, wait_s: float = FIRST_PROBE_S) -> None:
-        """Notice whether the client has closed both directions. Its system then answers what it is sent with a reset.
-
-        Until the response begins, that is an informational one, which clients of HTTP/1.1 skip (RFC 9110, 15.2).
-        """
-        if self.transport.is_closing() or not self._is_answering:
-            return
-        if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-            self.transport.abort()
-            return
-        is_new = self.cycle.scope["http_version"] != "1.0"
-        if wait_s == FIRST_PROBE_S and is_new and not self.cycle.response_started:
-            event = h11.InformationalResponse(status_code=100, headers=[], reason="Continue")
-            self.transport.write(self.conn.send(event))
-        self.loop.call_later(wait_s, self._probe, min(2 * wait_s, LAST_PROBE_S))
-
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._set_timer()
-        if self._is_half_closed and not self._is_answering:
-            self.transport.close()
 
     def _set_timer(self) -> None:
         """Start a timer for the client's state, unless one runs; uvicorn itself times idle connections."""
@@ -148,7 +113,9 @@ class LimitedProtocol(H11Protocol):
         is_idle = state is h11.IDLE and self.timeout_keep_alive_task is not None
         if state in self.limits_s and not is_idle and not self.transport.is_closing():
             self._timed = state
-            self._timer = self.loop.call_later(self.limits_s[state], self._too_slow)
+            self._timer = self.loop.call_later(
+                self.limits_s[state], self._refuse_request, 408, "the request did not arrive in time"
+            )
 
     def _clear_timer(self) -> None:
         self._timed = None
@@ -156,15 +123,12 @@ class LimitedProtocol(H11Protocol):
             self._timer.cancel()
             self._timer = None
 
-    def _too_slow(self) -> None:
-        self._refuse_request(408, "the request did not arrive in time")
-
     def send_400_response(self, msg: str) -> None:
         self._refuse_request(400, f"the request is not valid HTTP: {one_line(self.conn.fault)}")
 
     def _refuse_request(self, status: int, message: str) -> None:
         """Refuse what the client sends; if an answer has begun, only the connection's end can tell."""
-        if self._is_answering and self.cycle.response_started:
+        if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
             self.transport.abort()
         else:
             self._refuse(status, message)

@@ -343,27 +343,6 @@ def test_what_is_no_valid_http_is_refused_in_json(client: Client, sent: bytes, w
     check_message(error["message"], "HTTP", *words)
 
 
-def test_a_client_that_sends_no_more_gets_its_answer(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    may_go_on, step = Event(), Batch.step
-
-    def held(self: Batch) -> Any:
-        assert may_go_on.wait(LONG_S)
-        return step(self)
-
-    monkeypatch.setattr(Batch, "step", held)
-    body = json.dumps({"prompt": "hi", "max_tokens": 2}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
-    with served(engine) as (client, _), socket.create_connection(("127.0.0.1", client.port)) as sock:
-        sock.settimeout(LONG_S)
-        sock.sendall(head.encode() + body)
-        sock.shutdown(socket.SHUT_WR)
-        assert sock.recv(12) == b"HTTP/1.1 100"  # by now the server knows
-        may_go_on.set()
-        head, _, body = read_all(sock).rpartition("\r\n\r\n")
-    assert "HTTP/1.1 200" in head
-    assert json.loads(body)["usage"]["completion_tokens"] == 2
-
-
 def test_one_client_leaves_memory_for_the_bodies_of_others() -> None:
     bodies = Bodies(10, 6)
     assert [bodies.take("a", 6), bodies.take("a", 1), bodies.take("b", 4), bodies.take("b", 1)] == [1, 0, 1, 0]
