@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import reprlib
-import shlex
 import sys
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -20,7 +19,6 @@ from click.core import ParameterSource
 
 from offspec import AUTO_TEXTS, MODEL_NAMES, LoadOptions, SamplingParams, SpeculationParams
 from offspec.errors import OffspecError
-from offspec.user_files import user_folder
 
 from .answers import INTERRUPTED, Printer, SharedAnswers, answer_of, describe_answers, interrupted
 from .batch import EMPTY_PROMPT, Answer, Asked, PromptBatch, TokenIds, Turns, is_turns
@@ -286,8 +284,6 @@ def _run_one(
         click.echo(wrapped(f"offspec: the draft is {off}"), err=True)
     if last.finish_reason == INTERRUPTED:
         raise KeyboardInterrupt
-    if not (shown.as_json or shown.quiet):
-        _tell_next_once(engine)
 
 
 def _run_several(
@@ -487,20 +483,3 @@ def describe(last: Step) -> str:
             f"{stats.learnt_loss:.3f} nats, before learning {stats.unlearnt_loss:.3f}"
         )
     return "\n".join(lines)
-
-
-def _tell_next_once(engine: Engine) -> None:
-    """Name `offspec chat` on stderr, unless this user has seen that; for models that chat, on terminals only.
-
-    A file in the user's cache folder remembers it. Where none can be written, nothing is told.
-    """
-    streams = (sys.stdout, sys.stderr)
-    if not all(stream is not None and stream.isatty() for stream in streams) or not engine.tokenizer.has_chat_template:
-        return
-    marker = user_folder("cache") / "told-of-chat"
-    try:
-        marker.parent.mkdir(parents=True, exist_ok=True)
-        marker.touch(exist_ok=False)
-    except OSError:
-        return
-    click.echo(f"next: offspec chat {shlex.quote(engine.name)}", err=True)

@@ -182,17 +182,3 @@ def test_a_terminal_that_is_gone_stops_nothing(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(terminal.click, "echo", gone)
     terminal.show_line("step 1 of 9")
-
-
-# ------------------------------------------------------------------------------------------------ the first text
-
-
-def test_the_first_text_on_a_terminal_names_the_next_command_once(
-    run_args: Sequence[object], offspec: Offspec, offspec_at_terminal: Offspec, pair: Any
-) -> None:
-    told = f"next: offspec chat {pair.target}\n"
-    for quiet in (("-q",), ("--json",)):
-        assert offspec_at_terminal(*run_args, "hi", *quiet).err == ""
-    assert offspec_at_terminal("run", pair.target, "hi", "--prompt-file", __file__).code == 2
-    assert offspec_at_terminal(*run_args, "hi").err.endswith(told)
-    assert told not in offspec_at_terminal(*run_args, "hi").err
