@@ -27,7 +27,7 @@ from offspec.cli.server.privacy import public_name, without_paths
 from offspec.cli.server.reply_tokens import ReplyTokens
 from offspec.cli.server.routes import StoppableServer, is_loopback
 from offspec.cli.server.service import Service
-from offspec.errors import MemoryLimitError, NumericalError
+from offspec.errors import NumericalError
 from offspec.running.batch import Batch, Ticket
 from offspec.session import Turn, turns_of
 from offspec.text.tokenizer import Tokenizer
@@ -178,19 +178,6 @@ def test_the_draft_learns_between_requests(pair: Pair) -> None:
         before = client.chat(USER, max_tokens=16, ignore_eos=True).body["choices"]
         assert client.chat(USER, max_tokens=16, ignore_eos=True).body["choices"] == before
         assert engine.aligner.num_steps > 0
-
-
-def test_an_engine_that_lost_its_target_gives_up(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: object) -> None:
-        raise MemoryLimitError("no room")
-
-    monkeypatch.setattr("offspec.scheduler.drafting.drafter.exact_walk", fail)
-    with served(engine) as (client, service):
-        gave_up = Event()
-        service.give_up = gave_up.set
-        assert client.chat(USER).status == 500
-        assert gave_up.wait(LONG_S)
-        assert str(service.error) == "no room"
 
 
 def test_a_server_whose_passes_ended_does_not_let_requests_wait(

@@ -416,15 +416,6 @@ def test_an_answer_of_a_tab_that_crashed_ends(page: Browser, fake: FakeServer) -
     page.until("return document.querySelector('.assistant .state')?.innerText === 'stopped'")
 
 
-def test_a_slow_answer_says_what_it_waits_for(page: Browser, fake: FakeServer) -> None:
-    gate = Event()
-    fake.script = lambda body: iter([gate, "at last"])
-    page.say("hi")
-    page.until("return document.querySelector('.assistant .state')?.innerText === 'waiting for other answers'")
-    gate.set()
-    assert page.wait_for_answer() == "at last"
-
-
 def test_a_server_that_leaves_and_comes_back(browsers: Browser) -> None:
     gate, fake = Event(), FakeServer()
     fake.script = lambda body: iter(["begun", gate])
