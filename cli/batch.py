@@ -38,7 +38,7 @@ ANSWER_BEGINS = b'{"line": '
 OWN_KEYS = frozenset(
     ("line", "settings", "model", "draft", "prompt_token_ids", "token_ids", "text", "finish_reason", "seed", "stats")
 )
-READ_KEYS = {"prompt", "messages", "stop", "logit_bias", *NAMES, *(name for name, _, _ in FIELDS)}  # of a line
+READ_KEYS = {"prompt", "messages", "stop", "logit_bias", *NAMES, *FIELDS}  # of a line
 TYPO = 0.8  # similarity of a misspelt key: "max_new_tokns" has 0.96, "step" and "stop" 0.75
 TAKEN = OWN_KEYS - {"seed"}  # keys that no line may have; a line's seed is also its answer's
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from offspec.text.tokenizer import Tokenizer
 
 NOT_FOLLOWED: dict[str, tuple[Any, ...]] = {"container": (), "mcp_servers": ([],), "context_management": ()}
-SAME_FIELDS = ("stream", "stop", "ignore_eos", "logit_bias", "chat_template_kwargs", *(name for name, *_ in FIELDS))
+SAME_FIELDS = ("stream", "stop", "ignore_eos", "logit_bias", "chat_template_kwargs", *FIELDS)
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 THINKING = {"enabled": True, "adaptive": True, "disabled": False}
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -67,7 +67,7 @@ def as_chat(body: Any) -> Json:
         raise UsageError("messages must not end with the assistant's: beginnings of answers are not supported")
     if (stops := body.get("stop_sequences")) is not None:
         chat["stop"] = stops
-    metadata = field_of(body, "metadata", dict, "an object") or {}
+    metadata = field_of(body, "metadata", dict) or {}
     chat["user"] = metadata.get("user_id")
     _add_tools(chat, body)
     _add_thinking(chat, body)
@@ -142,7 +142,7 @@ def _add_tools(chat: Json, body: Json) -> None:
             )
         same = {name: tool[name] for name in ("name", "description", "strict") if name in tool}
         chat["tools"].append({"type": "function", "function": {"parameters": tool.get("input_schema"), **same}})
-    choice = field_of(body, "tool_choice", dict, "an object")
+    choice = field_of(body, "tool_choice", dict)
     if choice is None:
         return
     if choice.get("type") == "tool":
@@ -157,17 +157,17 @@ def _add_tools(chat: Json, body: Json) -> None:
 
 def _add_thinking(chat: Json, body: Json) -> None:
     """Whether the model thinks, as the templates of Qwen3 and others read it; a budget of tokens is not kept."""
-    thinking = field_of(body, "thinking", dict, "an object")
+    thinking = field_of(body, "thinking", dict)
     if thinking is None:
         return
     if thinking.get("type") not in [*THINKING]:
         raise UsageError(f"thinking.type must be one of {', '.join(THINKING)}")
-    settings = field_of(chat, "chat_template_kwargs", dict, "an object") or {}
+    settings = field_of(chat, "chat_template_kwargs", dict) or {}
     chat["chat_template_kwargs"] = {"enable_thinking": THINKING[thinking["type"]], **settings}
 
 
 def _add_format(chat: Json, body: Json) -> None:
-    config = field_of(body, "output_config", dict, "an object") or {}
+    config = field_of(body, "output_config", dict) or {}
     described = config.get("format") or body.get("output_format")
     if described is None:
         return

@@ -36,9 +36,9 @@ class Infilling(ApiForm):
         """
         refuse_fields(object_of(body), NOT_FOLLOWED)
         names = ("input_prefix", "prompt", "input_suffix")
-        prefix, prompt, suffix = (field_of(body, name, str, "a string") or "" for name in names)
+        prefix, prompt, suffix = (field_of(body, name, str) or "" for name in names)
         text = {**body, **dict.fromkeys(OTHERS), "prompt": prefix + prompt}
-        is_read_only = field_of(body, "n_predict", int, "a whole number") == 0
+        is_read_only = field_of(body, "n_predict", int) == 0
         completion = parse("text", {**text, "n_predict": 1} if is_read_only else text, defaults)
         return replace(completion, infill=Infill(suffix, _extra(body)), omits_answer=is_read_only)
 
@@ -151,9 +151,9 @@ def settings(params: SamplingParams) -> Json:
 
 def tokenize(body: Json, engine: Engine) -> Json:
     """The answer to `/tokenize`. Raises UsageError, and ContextLengthError for a text longer than the context."""
-    text = field_of(body, "content", str, "a string") or ""
-    flags = {name: field_of(body, name, bool, "true or false") for name in ("add_special", "with_pieces")}
-    parses_special = field_of(body, "parse_special", bool, "true or false") is not False
+    text = field_of(body, "content", str) or ""
+    flags = {name: field_of(body, name, bool) for name in ("add_special", "with_pieces")}
+    parses_special = field_of(body, "parse_special", bool) is not False
     tokenizer = engine.tokenizer
     tokenizer.check_length(text, engine.context_limit)
     ids = tokenizer.encode(text, add_special_tokens=False) if parses_special else tokenizer.encode_plain(text)

@@ -82,10 +82,10 @@ class Ollama(ApiForm):
 
 def _prompted(body: Json) -> list[Json]:
     """The messages of a prompt with a system message; none for an empty prompt."""
-    prompt, system = (field_of(body, name, str, "a string") or "" for name in ("prompt", "system"))
-    if field_of(body, "raw", bool, "true or false") and system:
+    prompt, system = (field_of(body, name, str) or "" for name in ("prompt", "system"))
+    if field_of(body, "raw", bool) and system:
         raise UsageError("raw excludes system: the prompt is taken as it is; omit one of them")
-    suffix = field_of(body, "suffix", str, "a string")
+    suffix = field_of(body, "suffix", str)
     if not prompt and not suffix:
         return []
     return [*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": prompt}]
@@ -111,7 +111,7 @@ def _messages(body: Json) -> list[Json]:
 
 
 def _options(body: Json) -> Json:
-    options = field_of(body, "options", dict, "an object") or {}
+    options = field_of(body, "options", dict) or {}
     refuse_fields(options, NOT_FOLLOWED_OPTIONS)
     renamed = {ours: options[theirs] for theirs, ours in OPTIONS.items() if theirs in options}
     for name in ("top_k", "seed", "max_tokens"):

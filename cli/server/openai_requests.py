@@ -20,7 +20,7 @@ from offspec.errors import UsageError
 from offspec.text.infill import Infill
 from offspec.text.tool_calls import ToolFormat
 
-from .request_parts import Json, field_of, object_of, refuse_fields
+from .request_parts import NUMBER, Json, field_of, object_of, refuse_fields
 from .response_format import requested_constraint
 from .tools import Tools, called_before, check_depth, tools_of
 
@@ -50,22 +50,12 @@ NOT_FOLLOWED: dict[str, tuple[Any, ...]] = {
     "structured_outputs": (),
     "guided_choice": (),
 }
-FIELDS: tuple[tuple[str, Any, str], ...] = (
-    ("temperature", (int, float), "a number"),
-    ("top_p", (int, float), "a number"),
-    ("min_p", (int, float), "a number"),
-    ("repetition_penalty", (int, float), "a number"),
-    ("repeat_penalty", (int, float), "a number"),
-    ("frequency_penalty", (int, float), "a number"),
-    ("presence_penalty", (int, float), "a number"),
-    ("top_k", int, "a whole number"),
-    ("seed", int, "a whole number"),
-    ("max_new_tokens", int, "a whole number"),
-    ("max_tokens", int, "a whole number"),
-    ("max_completion_tokens", int, "a whole number"),
-    ("n_predict", int, "a whole number"),
-    ("ignore_eos", bool, "true or false"),
-)
+FIELDS: dict[str, Any] = {  # of sampling → their kinds
+    **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty", "repeat_penalty"), NUMBER),
+    **dict.fromkeys(("frequency_penalty", "presence_penalty"), NUMBER),
+    **dict.fromkeys(("top_k", "seed", "max_new_tokens", "max_tokens", "max_completion_tokens", "n_predict"), int),
+    "ignore_eos": bool,
+}
 OURS = {
     "repeat_penalty": "repetition_penalty",
     "max_tokens": "max_new_tokens",
@@ -122,7 +112,7 @@ class CompletionRequest:
         """Whether the prompt is texts of roles alone, without tools, earlier calls and settings of the template."""
         if self.kind != "chat" or self.tools is not None or self.template_settings:
             return False
-        return not any("tool_calls" in m for m in self.prompt if isinstance(m, Mapping))
+        return not any("tool_calls" in m for m in self.prompt if isinstance(m, dict))
 
 
 # ------------------------------------------------------------------------------------------------ requests
@@ -131,8 +121,11 @@ class CompletionRequest:
 def parse(kind: Kind, body: Any, defaults: SamplingParams) -> CompletionRequest:
     """Parse a request; `defaults` apply to omitted fields. Raises UsageError, which names the field."""
     refuse_fields(object_of(body), NOT_FOLLOWED)
-    options = field_of(body, "stream_options", Mapping, "an object") or {}
-    echoes = _echoes(kind, body)
+    options = field_of(body, "stream_options", dict) or {}
+    if (echoes := bool(field_of(body, "echo", bool))) and kind == "chat":
+        raise UsageError("echo is for text completions only; omit it")
+    if kind == "text" and (body.get("tools") or body.get("tool_choice") not in (None, "none", "auto")):
+        raise UsageError("tools are for chats only; omit tools and tool_choice")
     omits_answer = echoes and body.get("max_tokens") == 0  # the prompt's log-probabilities alone
     params = sampling_params({**body, "max_tokens": 1} if omits_answer else body, defaults)
     params = _with_logprobs(params, kind, body, of_prompt=echoes)
@@ -146,19 +139,19 @@ def parse(kind: Kind, body: Any, defaults: SamplingParams) -> CompletionRequest:
         kind,
         prompts,
         replace(params, constraint=constraint),
-        bool(field_of(body, "stream", bool, "true or false")),
+        bool(field_of(body, "stream", bool)),
         bool(options.get("include_usage")),
         num_answers,
         num_kept,
         shows_logprobs,
-        str(field_of(body, "user", str, "a string") or ""),
+        str(field_of(body, "user", str) or ""),
         echoes,
         omits_answer,
-        _tools(kind, body),
+        tools_of(body),
         template_settings=_template_settings(kind, body),
         reports_passes=_reports_passes(body),
         infill=_infill(kind, body, prompts, echoes=echoes),
-        given=frozenset(OURS.get(name, name) for name, _, _ in FIELDS if body.get(name) is not None),
+        given=frozenset(OURS.get(name, name) for name in FIELDS if body.get(name) is not None),
         continues=_continues(kind, body),
     )
     if completion.continues:
@@ -184,7 +177,7 @@ def with_tools(completion: CompletionRequest, tokenizer: Tokenizer) -> Completio
 
 def _infill(kind: Kind, body: Json, prompts: Sequence[Prompt], *, echoes: bool) -> Infill | None:
     """What `suffix` says; an empty one asks for nothing."""
-    suffix = field_of(body, "suffix", str, "a string")
+    suffix = field_of(body, "suffix", str)
     if not suffix:
         return None
     if kind == "chat" or echoes or not all(isinstance(prompt, str) for prompt in prompts):
@@ -195,7 +188,7 @@ def _infill(kind: Kind, body: Json, prompts: Sequence[Prompt], *, echoes: bool) 
 def _template_settings(kind: Kind, body: Json) -> Json:
     """chat_template_kwargs, such as Qwen3's enable_thinking; it cannot replace what every template is given."""
     name = "chat_template_kwargs"
-    settings: Json = field_of(body, name, Mapping, "an object") or {}
+    settings: Json = field_of(body, name, dict) or {}
     if settings and kind == "text":
         raise UsageError(f"{name} is for chats only; omit it")
     if taken := sorted(OWN_VARIABLES & settings.keys()):
@@ -207,8 +200,8 @@ def _template_settings(kind: Kind, body: Json) -> Json:
 def _continues(kind: Kind, body: Json) -> bool:
     """continue_final_message, as vLLM and transformers have it."""
     name, other = "continue_final_message", "add_generation_prompt"
-    continues = bool(field_of(body, name, bool, "true or false"))
-    is_prompted = field_of(body, other, bool, "true or false")
+    continues = bool(field_of(body, name, bool))
+    is_prompted = field_of(body, other, bool)
     if continues and kind == "text":
         raise UsageError(f"{name} is for chats only; omit it")
     if continues and is_prompted:
@@ -228,28 +221,22 @@ def _check_begun(completion: CompletionRequest) -> None:
 
 
 def _reports_passes(body: Json) -> bool:
-    settings = field_of(body, "offspec", Mapping, "an object") or {}
+    settings = field_of(body, "offspec", dict) or {}
     if unknown := sorted(settings.keys() - {"passes"}):
         raise UsageError(f"offspec may have passes, not {', '.join(unknown)}")
-    passes = bool(field_of(settings, "passes", bool, "true or false"))
+    passes = bool(field_of(settings, "passes", bool))
     if passes and not body.get("stream"):
         raise UsageError("offspec.passes is for streams; set stream to true, or omit it")
     return passes
 
 
-def _tools(kind: Kind, body: Json) -> Tools | None:
-    if kind == "text" and (body.get("tools") or body.get("tool_choice") not in (None, "none", "auto")):
-        raise UsageError("tools are for chats only; omit tools and tool_choice")
-    return tools_of(body)
-
-
 def sampling_params(body: Mapping[str, Any], defaults: SamplingParams) -> SamplingParams:
     """`defaults`, overridden by the fields of `body` that are not null. Raises UsageError, which names the field."""
     params = defaults
-    for name, kind, description in FIELDS:
-        if (value := field_of(body, name, kind, description)) is not None:
+    for name, kind in FIELDS.items():
+        if (value := field_of(body, name, kind)) is not None:
             params = _with(params, name, value)
-    if (bias := field_of(body, "logit_bias", Mapping, "an object")) is not None:
+    if (bias := field_of(body, "logit_bias", dict)) is not None:
         params = replace(params, logit_bias=_logit_bias(bias))
     if (stop := body.get("stop")) is not None:
         texts = [stop] if isinstance(stop, str) else stop
@@ -273,7 +260,7 @@ def _logit_bias(bias: Mapping[str, Any]) -> tuple[tuple[int, float], ...]:
 
 def _num_answers(kind: Kind, body: Json) -> tuple[int, int]:
     """n, and `best_of`: how many answers there are to choose from."""
-    number, best_of = (field_of(body, name, int, "a whole number") for name in ("n", "best_of"))
+    number, best_of = (field_of(body, name, int) for name in ("n", "best_of"))
     number = 1 if number is None else int(number)
     if not 1 <= number <= MOST_ANSWERS:
         raise UsageError(f"n must be between 1 and {MOST_ANSWERS}, not {number}")
@@ -297,21 +284,14 @@ def _with(params: SamplingParams, name: str, value: Any) -> SamplingParams:
         raise UsageError(str(exc).replace(ours, name, 1)) from exc
 
 
-def _echoes(kind: Kind, body: Json) -> bool:
-    echoes = bool(field_of(body, "echo", bool, "true or false"))
-    if echoes and kind == "chat":
-        raise UsageError("echo is for text completions only; omit it")
-    return echoes
-
-
 def _with_logprobs(params: SamplingParams, kind: Kind, body: Json, *, of_prompt: bool) -> SamplingParams:
     """`logprobs` is a number of alternatives in text completions; in chats a switch, and `top_logprobs` the number."""
     name = "logprobs" if kind == "text" else "top_logprobs"
-    number = None if body.get(name) is False else field_of(body, name, int, "a whole number")
+    number = None if body.get(name) is False else field_of(body, name, int)
     if kind == "text" and body.get("top_logprobs"):
         raise UsageError("top_logprobs is for chats only; give logprobs, the number of tokens")
     if kind == "chat":
-        is_asked = field_of(body, "logprobs", bool, "true or false")
+        is_asked = field_of(body, "logprobs", bool)
         if number and not is_asked:
             raise UsageError("top_logprobs needs logprobs, which must be true")
         number = (number or 0) if is_asked else None
@@ -338,11 +318,10 @@ def _messages(body: Json) -> list[Json]:
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise UsageError("messages must be a list of at least one message")
-    return [_message(number, message) for number, message in enumerate(messages)]
+    return [_message(message, f"messages[{number}]") for number, message in enumerate(messages)]
 
 
-def _message(number: int, message: Any) -> Json:
-    where = f"messages[{number}]"
+def _message(message: Any, where: str) -> Json:
     role = message.get("role") if isinstance(message, dict) else None
     if not isinstance(role, str) or role not in ROLES:
         raise UsageError(f"{where} needs a role: one of {', '.join(ROLES)}")

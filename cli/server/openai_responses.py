@@ -36,7 +36,7 @@ NOT_FOLLOWED: dict[str, tuple[Any, ...]] = {
 }
 SAME_FIELDS = (
     *("stream", "user", "stop", "parallel_tool_calls", "ignore_eos", "logit_bias", "chat_template_kwargs"),
-    *(name for name, *_ in FIELDS),
+    *FIELDS,
 )
 ECHOED = ("instructions", "max_output_tokens", "metadata", "temperature", "top_p", "user")
 TEXTS = ["input_text", "output_text", "text"]
@@ -95,7 +95,7 @@ class Responses(ApiForm):
         self._stored = stored
 
     def request(self, body: Any, defaults: SamplingParams) -> CompletionRequest:
-        previous = field_of(object_of(body), "previous_response_id", str, "a string")
+        previous = field_of(object_of(body), "previous_response_id", str)
         return parse("chat", as_chat(body, self._stored.messages(previous) if previous else ()), defaults)
 
     def answer(
@@ -127,7 +127,7 @@ def as_chat(body: Any, before: Sequence[Json] = ()) -> Json:
     chat["tool_choice"] = choice = body.get("tool_choice")
     if isinstance(choice, dict) and choice.get("type") == "function":
         chat["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}}
-    text = field_of(body, "text", dict, "an object") or {}
+    text = field_of(body, "text", dict) or {}
     if (described := text.get("format")) is not None:
         is_schema = isinstance(described, dict) and described.get("type") == "json_schema"
         chat["response_format"] = {"type": "json_schema", "json_schema": described} if is_schema else described
@@ -135,7 +135,7 @@ def as_chat(body: Any, before: Sequence[Json] = ()) -> Json:
 
 
 def _messages(body: Json, before: Sequence[Json]) -> list[Json]:
-    instructions = field_of(body, "instructions", str, "a string")
+    instructions = field_of(body, "instructions", str)
     messages = [{"role": "system", "content": instructions}] if instructions else []
     messages += before
     if isinstance(body.get("input"), str):

@@ -9,6 +9,8 @@ from typing import Any
 from offspec.errors import UsageError
 
 Json = dict[str, Any]
+NUMBER = (int, float)
+KINDS = {str: "a string", dict: "an object", bool: "true or false", int: "a whole number", NUMBER: "a number"}
 
 
 def object_of(body: Any) -> Json:
@@ -18,12 +20,12 @@ def object_of(body: Any) -> Json:
     return body
 
 
-def field_of(body: Mapping[str, Any], name: str, kind: Any, description: str) -> Any:
-    """A field's value, or None if it is absent. Raises UsageError, which names the field."""
+def field_of(body: Mapping[str, Any], name: str, kind: Any) -> Any:
+    """A field's value, or None if it is absent. kind: of KINDS. Raises UsageError, which names the field."""
     value = body.get(name)
     is_wrong_bool = isinstance(value, bool) and kind is not bool  # in Python, bool is a subclass of int
     if value is not None and (is_wrong_bool or not isinstance(value, kind)):
-        raise UsageError(f"{name} must be {description}, not {reprlib.repr(value)}")
+        raise UsageError(f"{name} must be {KINDS[kind]}, not {reprlib.repr(value)}")
     if isinstance(value, int) and value.bit_length() > 64:
         raise UsageError(f"{name} is too large: it must fit into 64 bits")
     return value
