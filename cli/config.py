@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import click
 
-from .flag_declarations import Commands, OffspecCommand, option
+from .flag_declarations import Commands, OffspecCommand
+from .options import output_options
 from .settings import Settings, settable
 from .terminal import table
 
@@ -48,8 +49,7 @@ The file, for example:
 """,
 )
 @click.argument("name", metavar="[COMMAND]", required=False)
-@option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
-@option("-v", "--verbose", is_flag=True, help="Show tracebacks.")
+@output_options(json="Print one JSON object instead of the table.", quiet="", verbose="Show tracebacks.")
 @click.pass_context
 def command(ctx: click.Context, name: str | None, as_json: bool, verbose: bool) -> None:
     commands = Commands(ctx)

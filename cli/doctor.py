@@ -12,6 +12,7 @@ import click
 from offspec import __version__, format_quantity, format_size
 
 from .flag_declarations import OffspecCommand, option, with_flags
+from .options import output_options
 from .terminal import ProgressLine, columns
 
 if TYPE_CHECKING:
@@ -48,9 +49,7 @@ Examples:
     help="Folder of models, or a large file, on the disk to measure. [default: the hub's cache]",
 )
 @option("--quick", is_flag=True, help="Skip the measurement; show only what the system reports.")
-@option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
-@option("-q", "--quiet", is_flag=True, help="Print no progress to stderr.")
-@option("-v", "--verbose", is_flag=True, help="Show tracebacks.")
+@output_options("Print one JSON object instead of the table.", "", "Print no progress to stderr.", "Show tracebacks.")
 def command(device: str, path: Path | None, quick: bool, as_json: bool, quiet: bool, verbose: bool) -> None:
     from offspec.tools.diagnosis import diagnose
 

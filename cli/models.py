@@ -13,6 +13,7 @@ from offspec import format_size
 
 from . import terminal
 from .flag_declarations import OffspecCommand, option, with_flags
+from .options import output_options
 
 if TYPE_CHECKING:
     from offspec.tools.local_models import LocalModel
@@ -37,8 +38,7 @@ Examples:
 @click.argument("action", type=click.Choice(ACTIONS), default="list")
 @click.argument("model", required=False)
 @option("-y", "--yes", is_flag=True, help="Remove without a question.")
-@option("--json", "as_json", is_flag=True, help="Print one JSON object for each model.")
-@option("-v", "--verbose", is_flag=True, help="Show tracebacks.")
+@output_options(json="Print one JSON object for each model.", quiet="", verbose="Show tracebacks.")
 def command(action: str, model: str | None, yes: bool, as_json: bool, verbose: bool) -> None:
     from offspec.tools import local_models
 

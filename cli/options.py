@@ -446,17 +446,18 @@ wrap_option = option(
 )
 
 
-def output_options(json: str = "", stats: str = "", quiet: str = "Print no notes to stderr.") -> Decorator:
-    """--json and --stats, if a help text says what they do, --quiet, and --verbose."""
-    shown = [
-        *([option("--stats", "show_stats", is_flag=True, group=heading.OUTPUT, help=stats)] if stats else []),
-        *([option("--json", "as_json", is_flag=True, group=heading.OUTPUT, help=json)] if json else []),
-        option("-q", "--quiet", is_flag=True, group=heading.OUTPUT, help=quiet),
-        option(
-            "-v", "--verbose", is_flag=True, group=heading.OUTPUT, help="Explain automatic choices; show tracebacks."
-        ),
-    ]
-    return all_of(*shown)
+def output_options(
+    json: str = "",
+    stats: str = "",
+    quiet: str = "Print no notes to stderr.",
+    verbose: str = "Explain automatic choices; show tracebacks.",
+) -> Decorator:
+    """Those of --stats, --json, --quiet and --verbose whose help texts are not empty."""
+    names = {("--stats", "show_stats"): stats, ("--json", "as_json"): json}
+    names |= {("-q", "--quiet"): quiet, ("-v", "--verbose"): verbose}
+    return all_of(
+        *(option(*each, is_flag=True, group=heading.OUTPUT, help=text) for each, text in names.items() if text)
+    )
 
 
 def load_engine(options: LoadOptions, *, quiet: bool, verbose: bool) -> Engine:

@@ -14,7 +14,7 @@ from offspec.errors import OffspecError
 from offspec.user_files import expand_home
 
 from .flag_declarations import OffspecCommand, option, with_flags
-from .options import A_MODEL, MODEL
+from .options import A_MODEL, MODEL, output_options
 from .terminal import ProgressLine, TimeLeft
 
 PLAIN_BITS = 16  # a weight
@@ -81,9 +81,7 @@ Examples:
     metavar="4|3|2",
     help="Bits per weight of a shadow of SRC, for --draft shadow.",
 )
-@option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a sentence.")
-@option("-q", "--quiet", is_flag=True, help="Print no progress to stderr.")
-@option("-v", "--verbose", is_flag=True, help="Show tracebacks.")
+@output_options("Print one JSON object instead of a sentence.", "", "Print no progress to stderr.", "Show tracebacks.")
 def command(
     src: str,
     dst: Path | None,

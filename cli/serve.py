@@ -38,7 +38,6 @@ from .options import (
     more_text_options,
     number_of_texts,
     output_options,
-    reworded,
     samples_as_recommended,
     sampling_options,
     size,
@@ -148,7 +147,10 @@ Examples:
 @learning_options
 @sampling_options(MAX_NEW_TOKENS)
 @more_text_options
-@output_options(quiet="Print no notes, and no line for each request.")
+@output_options(
+    quiet="Print no notes, and no line for each request.",
+    verbose="Explain automatic choices, log requests; show tracebacks.",
+)
 def command(
     host: str,
     port: int,
@@ -275,7 +277,6 @@ def _name_in(folder: Path, path: Path) -> str:
     return inside.with_suffix("").as_posix() if path.suffix == ".gguf" else inside.as_posix()
 
 
-reworded(command, verbose="Explain automatic choices, log requests; show tracebacks.")
 samples_as_recommended(command)
 
 
