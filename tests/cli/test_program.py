@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -80,26 +79,6 @@ def test_little_is_imported_before_ctrl_c_is_handled() -> None:
     code = f"import sys; sys.path.append({str(ROOT)!r}); import offspec.cli.entry; print('enum' in sys.modules)"
     done = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=False)
     assert (done.stdout, done.stderr) == ("False\n", "")
-
-
-@pytest.mark.nightly("160 processes; what is imported until then is tested by default")
-@needs_signals
-def test_ctrl_c_shows_no_traceback_but_that_of_a_python_that_starts() -> None:
-    """5 to 100 ms after the start. A row for each: tracebacks, ended by the signal, ended by us with 130, others."""
-    rows = []
-    for after_ms in range(5, 101, 5):
-        row = [0, 0, 0, 0]
-        for _ in range(8):
-            process = start("run", "--help")
-            time.sleep(after_ms / 1000)
-            process.send_signal(signal.SIGINT)
-            result = finish(process)
-            assert f"{os.sep}cli{os.sep}main.py" not in result.err, result
-            kinds = ("Traceback" in result.err, result.code == -signal.SIGINT, result.code == 130, True)
-            row[kinds.index(True)] += 1
-            assert not row[3] or result.code == 0, result
-        rows.append((after_ms, *row))
-    print(*rows, sep="\n")
 
 
 @needs_full
