@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -41,20 +41,18 @@ from .options import (
     special_in_text_option,
     speculation_options,
     think_option,
-    wrap_option,
 )
 from .reasoning import thinking_first
 from .server.privacy import public_name
 from .settings import nearest, parsed_value, settable
 from .terminal import as_shown, columns, draft_off, first_pass_shown, keys_held, marked, shows_colors, table, wrapped
-from .word_wrap import WordWrap
 
 if TYPE_CHECKING:
-    from offspec import Session, Stats, Step, Turn
+    from offspec import Session, Stats, Turn
 
 MAX_NEW_TOKENS = 1024  # in a chat the model ends its replies itself
 LEAVING = ("exit", "quit", "bye")
-OWN_SETTINGS = {"when_full", "show_stats", "wrap", "save_cache"}  # by click's names
+OWN_SETTINGS = {"when_full", "show_stats", "save_cache"}  # by click's names
 SETTINGS = (SAMPLING, SPECULATION, CONSTRAINT)  # records whose flags are settings of the conversation, too
 SHORTHANDS = {"verbose": "stats"}  # Ollama's name
 # What `/set` shows first; the others follow.
@@ -122,7 +120,6 @@ Examples:
 @sampling_options(MAX_NEW_TOKENS)
 @more_text_options
 @constraint_options
-@wrap_option
 @option(
     "--color-accepted",
     group=OUTPUT,
@@ -380,10 +377,10 @@ class Chat:
         sampling, speculation = self.values.params()
         sampling = thinking_first(sampling, [{"role": "user", "content": message}])
         steps, last = self.session.reply(message, sampling, speculation, again=again), ""
-        write = self._writer()
         try:
             for step in first_pass_shown(self.session.engine, steps, quiet=self._quiet):
-                write(step)
+                sys.stdout.write(marked(step) if self._marks else as_shown(step.text))
+                sys.stdout.flush()
                 last = step.text or last
         except KeyboardInterrupt:
             steps.close()
@@ -415,16 +412,6 @@ class Chat:
         was_off, self._is_draft_off = self._is_draft_off, bool(off := draft_off(stats))
         if off and not was_off and (self.values["show_stats"] or self._verbose):
             self._note(wrapped(f"the draft is {off}"))
-
-    def _writer(self) -> Callable[[Step], None]:
-        """A function that prints the steps of a reply: marked, wrapped between words, or unchanged."""
-        wrap = WordWrap(columns()) if self.values["wrap"] and not self._marks and shows_colors() else str
-
-        def write(step: Step) -> None:
-            sys.stdout.write(marked(step) if self._marks else wrap(as_shown(step.text)))
-            sys.stdout.flush()
-
-        return write
 
     def _explain_end(self, turn: Turn, sampling: SamplingParams) -> None:
         """Print a note if a limit cut the reply, or if the context is nearly full."""

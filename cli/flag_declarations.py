@@ -77,6 +77,7 @@ REPLACED = {
     "--ray": "--batch ray or ray:HOST:PORT",
     **dict.fromkeys(("-p", "--prompt"), "PROMPT as the second argument"),
     "--warmup": "--repeats WARMUPS+N",
+    **dict.fromkeys(("--wrap", "--no-wrap"), "nothing: the terminal breaks lines"),
 }
 FLAGS: dict[str, str] = {}  # name of a setting in Python → flag; of every command that was imported
 # Flags that messages name before a command's module, which declares them, can be imported: memory is short.

@@ -436,16 +436,6 @@ def given_sampling(speculation: SpeculationParams) -> list[str]:
     return [name for name in RECOMMENDED if speculation.is_greedy or sources[name] is not ParameterSource.DEFAULT]
 
 
-wrap_option = option(
-    "--wrap/--no-wrap",
-    group=heading.OUTPUT,
-    is_rare=True,
-    default=True,
-    show_default=True,
-    help="Wrap lines between words on a terminal.",
-)
-
-
 def output_options(
     json: str = "",
     stats: str = "",

@@ -405,13 +405,13 @@ def test_completions(tmp_path: Path, pair: Pair) -> None:
 def test_keys_typed_during_a_reply_are_the_next_lines(
     keyboard: Keyboard, pair: Pair, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writer = chat_module.Chat._writer
+    shown = chat_module.first_pass_shown
 
-    def typing(chat: chat_module.Chat) -> Any:
+    def typing(engine: Engine, steps: Any, **more: Any) -> Any:
         keyboard.type(b"/show\n/exit\n")
-        return writer(chat)
+        return shown(engine, steps, **more)
 
-    monkeypatch.setattr(chat_module.Chat, "_writer", typing)
+    monkeypatch.setattr(chat_module, "first_pass_shown", typing)
     keyboard.type(b"hi\n")
     assert run(["chat", str(pair.target), "--draft", "none", "--device", "cpu", "-n", "8"]) == 0
     assert ">>> hi" in capsys.readouterr().out

@@ -91,9 +91,9 @@ def test_escape_sequences_of_a_model_reach_pipes_only(
     args, stdin = ((*run_args, "hi"), None) if command == "run" else (("chat", *run_args[1:]), b"hi\n/show\n")
     assert EVIL in offspec(*args, stdin=stdin).out
     monkeypatch.setattr(type(sys.stdout), "isatty", lambda self: True)
-    for flags in ((), ("--no-wrap",), ("--color-accepted",)):
+    for flags in ((), ("--color-accepted",)):
         if command == "chat" or not flags:
-            shown = re.sub(r"\x1b\[[0-9;]*[mDK]", "", offspec(*args, *flags, stdin=stdin).out)  # colours, word wrap
+            shown = re.sub(r"\x1b\[[0-9;]*[mDK]", "", offspec(*args, *flags, stdin=stdin).out)  # colours
             assert SHOWN in shown
             assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", shown)
 
