@@ -273,7 +273,7 @@ def _run_one(
         last = all_steps[-1]
         click.echo(json.dumps(answer_of(engine, ids, all_steps, params)))
     else:
-        last = _stream(_apart(steps, reader_of(engine, ids, params), quiet=shown.quiet))
+        last = _stream(steps, reader_of(engine, ids, params), quiet=shown.quiet)
         if not shown.quiet:
             _tell_cut(engine, last, params)
     for note in notes if not shown.quiet else ():
@@ -387,37 +387,26 @@ def _alone(argument: str) -> tuple[str, str | None]:
     return named, argument
 
 
-def _stream(steps: Generator[Step, None, None]) -> Step:
-    """Print the text step by step, ending with a newline; returns the last step."""
-    shown, last = "", None
+def _stream(steps: Generator[Step, None, None], thinking: ThinkingReader | None, *, quiet: bool) -> Step:
+    """Print the text step by step, ending with a newline; returns the last step. The thinking goes to stderr."""
+    shown, last, is_line_open = "", None, False
     for last in steps:
-        sys.stdout.write(as_shown(last.text))
+        text, is_end = last.text, last.finish_reason is not None
+        if thinking is not None:
+            thought, text = thinking.push(text, is_end=is_end)
+            if thought and not quiet:
+                click.echo(as_shown(thought, sys.stderr), err=True, nl=False)
+                is_line_open = True
+            if is_line_open and (text or is_end):
+                click.echo(err=True)
+                is_line_open = False
+        sys.stdout.write(as_shown(text))
         sys.stdout.flush()
-        shown = last.text or shown
+        shown = text or shown
     if not shown.endswith("\n"):
         sys.stdout.write("\n")
     assert last is not None
     return last
-
-
-def _apart(
-    steps: Generator[Step, None, None], thinking: ThinkingReader | None, *, quiet: bool
-) -> Generator[Step, None, None]:
-    """The steps, without the text of the thinking, which goes to standard error."""
-    if thinking is None:
-        yield from steps
-        return
-    is_line_open = False
-    for step in steps:
-        is_end = step.finish_reason is not None
-        thought, text = thinking.push(step.text, is_end=is_end)
-        if thought and not quiet:
-            click.echo(as_shown(thought, sys.stderr), err=True, nl=False)
-            is_line_open = True
-        if is_line_open and (text or is_end):
-            click.echo(err=True)
-            is_line_open = False
-        yield replace(step, text=text)
 
 
 def _steps(engine: Engine, steps: Generator[Step, None, None], *, quiet: bool) -> Generator[Step, None, None]:
