@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
 from offspec import LoadOptions, SamplingParams, SpeculationParams
 from offspec.errors import StorageError
@@ -31,6 +30,7 @@ from .options import (
     draft_window_option,
     fit_to_requests,
     ignore_eos_option,
+    is_typed,
     learn_file_option,
     load_engine,
     loading_options,
@@ -219,10 +219,7 @@ def command(
 
 def _check_texts_flags(speculation: SpeculationParams) -> None:
     """Raises click.UsageError for what --texts does not go with."""
-    ctx = click.get_current_context()
-    given = [
-        flag for name, flag in NOT_WITH_TEXTS.items() if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
-    ]
+    given = [flag for name, flag in NOT_WITH_TEXTS.items() if is_typed(name)]
     if speculation.is_lossy:
         given.append(f"--accept {speculation.accept}")
     if given:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-from click.core import ParameterSource
 
 from offspec import RECOMMENDED, LoadOptions, SamplingParams, SpeculationParams, with_recommended
 from offspec.errors import OffspecError, UsageError
@@ -29,6 +28,7 @@ from .options import (
     SPECULATION,
     fit_to_requests,
     given_sampling,
+    is_typed,
     learning_options,
     load_engine,
     loading_options,
@@ -163,7 +163,7 @@ def command(
     kept = KeptChat(chats_folder()) if on_terminal and autosave else None
     chat = Chat(session, settings, kept, marks=color_accepted and shows_colors(), quiet=quiet, verbose=verbose)
     if (file := saved or resumed) is not None:
-        _continue(chat, file, ctx, system)
+        _continue(chat, file, system)
         if resumed is not None and kept is not None:
             kept.begin(resumed)
     if on_terminal and not quiet:
@@ -191,12 +191,12 @@ def _described(chat: Chat) -> str:
     return ", ".join([names, *(sampling if params.temperature else ["greedy"])])
 
 
-def _continue(chat: Chat, file: Path, ctx: click.Context, system: str | None) -> None:
+def _continue(chat: Chat, file: Path, system: str | None) -> None:
     """Load a conversation; the command line's settings override its own."""
-    flags = chat.values.given_as_flags(ctx)
+    flags = chat.values.given_as_flags()
     chat.load(str(file))
     chat.change(flags)
-    if _is_flag(ctx, "system"):
+    if is_typed("system"):
         chat.session.system = system
 
 
@@ -213,10 +213,6 @@ def _history_file(wanted: str | None, *, quiet: bool) -> Path | None:
 def _note(text: str, *, quiet: bool) -> None:
     if not quiet:
         click.echo(as_shown(f"({text})", sys.stderr), err=True)
-
-
-def _is_flag(ctx: click.Context, name: str) -> bool:
-    return ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
 
 
 # ------------------------------------------------------------------------------------------------ settings
@@ -276,9 +272,9 @@ class Values:
             values["budget"] = "auto"
         return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
 
-    def given_as_flags(self, ctx: click.Context) -> dict[str, object]:
+    def given_as_flags(self) -> dict[str, object]:
         """The settings that the command line gave; they override all others."""
-        return {key: value for key, value in self.as_dict().items() if _is_flag(ctx, str(self.parameters[key].name))}
+        return {key: value for key, value in self.as_dict().items() if is_typed(str(self.parameters[key].name))}
 
 
 # ------------------------------------------------------------------------------------------------ the conversation

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import click
-from click.core import ParameterSource
 
 from offspec import LoadOptions, format_seconds
 from offspec.research.distill_params import HEADS, DistillParams, DraftParams, HeadParams, Init
@@ -24,6 +23,7 @@ from .options import (
     MOST_DIGITS,
     Number,
     WholeNumber,
+    is_typed,
     load_engine,
     memory_flags,
     model_argument,
@@ -186,7 +186,7 @@ def command(
     loading: LoadOptions,
     settings: dict[str, Any],
 ) -> None:
-    small = small if _is_typed("small") else None  # the settings' draft is for other commands
+    small = small if is_typed("small") else None  # the settings' draft is for other commands
     if (small is not None) + (exit_layers is not None) + (head is not None) != 1:
         raise click.UsageError(
             "Give one of --exit-layer N, to train an exit layer, --head, to train a head, or --draft SMALL, "
@@ -216,15 +216,10 @@ def command(
 reworded(command, dtype="Compute dtype of the target; the exit layer is trained in fp32.")
 
 
-def _is_typed(name: str) -> bool:
-    """Whether the flag with this click name is in the command line, not only in the user's settings."""
-    return click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE
-
-
 def _refuse_flag(name: str, needed: str) -> None:
     """Raises click.UsageError if the flag is in the command line."""
     (parameter,) = (each for each in command.params if each.name == name)
-    if _is_typed(name):
+    if is_typed(name):
         raise click.UsageError(f"{max(parameter.opts, key=len)} needs {needed}; leave it out.")
 
 

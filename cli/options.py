@@ -426,6 +426,11 @@ def samples_as_recommended(command: click.Command) -> None:
             parameter.show_default = "the model's"
 
 
+def is_typed(name: str) -> bool:
+    """Whether the flag with this click name is in the command line, not only in the user's settings."""
+    return click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE
+
+
 def given_sampling(speculation: SpeculationParams) -> list[str]:
     """The fields that the model's recommended sampling does not replace: flags and settings give them.
 

@@ -8,7 +8,6 @@ from textwrap import wrap
 from typing import TYPE_CHECKING
 
 import click
-from click.core import ParameterSource
 
 from offspec import PLAN_FORMATS, LoadOptions, format_seconds, format_size
 
@@ -20,6 +19,7 @@ from .options import (
     MODEL_HELP,
     WholeNumber,
     draft_window_option,
+    is_typed,
     memory_flags,
     model_argument,
     model_flags,
@@ -128,8 +128,7 @@ def command(
     verbose: bool,
     loading: LoadOptions,
 ) -> None:
-    is_typed = click.get_current_context().get_parameter_source("device") is ParameterSource.COMMANDLINE
-    if gpu is not None and loading.device != "auto" and is_typed:
+    if gpu is not None and loading.device != "auto" and is_typed("device"):
         raise click.UsageError(f"--gpu {gpu} and --device {loading.device} both name the device; omit one.")
     from offspec.tools.forecast import Assumptions, make_forecast
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-from click.core import ParameterSource
 
 from offspec import AUTO_TEXTS, MODEL_NAMES, LoadOptions, SamplingParams, SpeculationParams
 from offspec.errors import OffspecError
@@ -30,6 +29,7 @@ from .options import (
     MODEL_HELP,
     WholeNumber,
     fit_to_requests,
+    is_typed,
     load_engine,
     loading_options,
     lookup_files_option,
@@ -435,7 +435,7 @@ def _tell_cut(engine: Engine, last: Step, params: SamplingParams) -> None:
     elif params.constraint is not None:
         limit = f"cut at {params.max_new_tokens} tokens, before the end of what the constraint demands"
         click.echo(f"offspec: {limit}; --max-new-tokens N allows more", err=True)
-    elif click.get_current_context().get_parameter_source("max_new_tokens") is not ParameterSource.COMMANDLINE:
+    elif not is_typed("max_new_tokens"):
         click.echo(f"offspec: cut at {params.max_new_tokens} tokens; --max-new-tokens N allows more", err=True)
 
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
 from offspec import AUTO_TEXTS, LoadOptions, SamplingParams, SpeculationParams
 from offspec.errors import TokenizerError, UsageError
@@ -30,6 +29,7 @@ from .options import (
     WholeNumber,
     fit_to_requests,
     given_sampling,
+    is_typed,
     learning_options,
     load_engine,
     loading_options,
@@ -256,8 +256,7 @@ def _models_in(folder: Path, loading: LoadOptions, alias: str | None) -> dict[st
     """The models of a folder that run, by the names that clients see. Tells of those that do not."""
     from offspec.tools.local_models import models_in
 
-    context = click.get_current_context()
-    if context.get_parameter_source("model") is ParameterSource.COMMANDLINE or alias is not None:
+    if is_typed("model") or alias is not None:
         raise UsageError("--models serves a folder's models by their names; omit MODEL and --alias, or --models")
     if loading.learn:
         raise UsageError("--learn trains one model's draft; omit it, or --models")
