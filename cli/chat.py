@@ -165,7 +165,7 @@ def command(
     if (file := saved or resumed) is not None:
         _continue(chat, file, system)
         if resumed is not None and kept is not None:
-            kept.begin(resumed)
+            kept.file = resumed
     if on_terminal and not quiet:
         click.echo(f"{_described(chat)}. /help shows the commands, Ctrl-D exits.")
         for turn in session.turns[-1:]:
@@ -173,7 +173,7 @@ def command(
     read = line_editor(_history_file(history, quiet=quiet), chat.completions) if on_terminal else read_from_pipe
     with learning_kept(engine, written_file(loading), quiet=quiet):
         num_errors = chat.talk(read)
-    if kept is not None and kept.is_written:
+    if kept is not None and kept.file is not None:
         _note(f"offspec chat {shlex.quote(model)} --resume continues this conversation", quiet=quiet)
     if num_errors and not on_terminal:
         raise OffspecError(f"{num_errors} line{'s' * (num_errors > 1)} failed; see the errors above")
@@ -341,9 +341,9 @@ class Chat:
         """Save the conversation, if it has a turn; a failure is told once."""
         if self._kept is not None and self.session.turns:
             try:
-                self.session.save(self._kept.file(), self.values.as_dict())
+                self.session.save(self._kept.file_to_write(), self.values.as_dict())
             except (OSError, OffspecError) as exc:
-                self._kept.begin()
+                self._kept.file = None  # no note at the end names it
                 self._kept = None
                 self._note(f"this conversation is not kept for --resume: {exc}")
 
@@ -545,7 +545,7 @@ class Chat:
     def _keep_apart(self) -> None:
         """Another conversation begins: it must not replace the earlier one."""
         if self._kept is not None:
-            self._kept.begin()
+            self._kept.file = None
 
     def export(self, argument: str) -> None:
         path = _path(argument, "/export")

@@ -21,30 +21,21 @@ def chats_folder() -> Path:
 
 
 class KeptChat:
-    """The file of the present conversation."""
+    """file: of the present conversation; None before it has one."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._file: Path | None = None
+        self.file: Path | None = None
 
-    @property
-    def is_written(self) -> bool:
-        """Whether the present conversation has a file."""
-        return self._file is not None
-
-    def begin(self, file: Path | None = None) -> None:
-        """Another conversation begins: it goes on in this file, or in a new one."""
-        self._file = file
-
-    def file(self) -> Path:
+    def file_to_write(self) -> Path:
         """Of the present conversation. A new one replaces the oldest of too many. Raises OSError."""
-        if self._file is None:
+        if self.file is None:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             for file in _newest_first(self._folder)[MOST_FILES - 1 :]:
                 with suppress(OSError):
                     file.unlink()
-            self._file = self._folder / f"{time.time_ns()}-{os.getpid()}.json"
-        return self._file
+            self.file = self._folder / f"{time.time_ns()}-{os.getpid()}.json"
+        return self.file
 
 
 def newest_file(folder: Path, model: str) -> Path:
