@@ -90,6 +90,13 @@ def variant(source: Path, folder: Path, **config: Any) -> Path:
     return folder
 
 
+def with_tokenizer_config(folder: Path, **config: Any) -> Path:
+    """Change a checkpoint's tokenizer_config.json, in place."""
+    file = folder / "tokenizer_config.json"
+    _write_json(file, json.loads(file.read_text()) | config)
+    return folder
+
+
 def with_gaps(folder: Path) -> Path:
     """Give a checkpoint's tokenizer tokens for filling in the middle, in place."""
     file = str(folder / "tokenizer.json")

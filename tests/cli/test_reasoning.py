@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from offspec.errors import TokenizerError
 from offspec.text.thinking import CLOSE, OPEN, ThinkingStyle
 from offspec.text.tokenizer import Tokenizer
 
-from ..pair import TEMPLATE, Pair, build_pair
+from ..pair import TEMPLATE, Pair, build_pair, with_tokenizer_config
 from ..refusals import refused
 from .conftest import Offspec
 from .server.serving import USER, Client, served
@@ -37,12 +38,8 @@ FIGURES = {"num_prompt_tokens": 9, "num_prefilled_tokens": 4, "num_tokens": 3}
 
 
 def folder_with(pair: Pair, folder: Path, template: str) -> Path:
-    folder.mkdir(exist_ok=True)
-    for file in pair.target.iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
-    file = folder / "tokenizer_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": template}))
-    return folder
+    shutil.copytree(pair.target, folder, dirs_exist_ok=True)
+    return with_tokenizer_config(folder, chat_template=template)
 
 
 @pytest.fixture(scope="module")
@@ -140,9 +137,8 @@ def test_a_server_thinks_in_parts_and_whole(client: Client) -> None:
 def thinking_model(models: Pair, folder: Path, *, special: bool) -> Path:
     """A model whose template opens the thinking, and which ends it if a bias makes it."""
     folder = folder_with(models, folder, HERMES_OPENED)
-    file = folder / "tokenizer_config.json"
     tags = {CLOSES + i: {"content": tag, "special": special} for i, tag in enumerate((CLOSE, OPEN))}
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"added_tokens_decoder": tags}))
+    with_tokenizer_config(folder, added_tokens_decoder=tags)
     assert Tokenizer.load(folder).token_id(CLOSE) == CLOSES
     return folder
 

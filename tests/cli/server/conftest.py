@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
 
-from ...pair import Pair, build_pair
+from ...pair import Pair, build_pair, with_tokenizer_config
 
 if TYPE_CHECKING:
     from offspec import Engine
@@ -28,8 +27,7 @@ HERMES = (
 @pytest.fixture(scope="session")
 def tool_pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     found = build_pair(tmp_path_factory.mktemp("tools"), max_position_embeddings=1024)
-    file = found.target / "tokenizer_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": HERMES}))
+    with_tokenizer_config(found.target, chat_template=HERMES)
     return found
 
 
@@ -48,3 +46,10 @@ def served_pair(tool_engine: Engine) -> Iterator[tuple[Client, Engine]]:
 
     with served(tool_engine, tries=True, api_key="k") as (client, _):
         yield client, tool_engine
+
+
+@pytest.fixture
+def _often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client is soon told that it waits."""
+    monkeypatch.setattr("offspec.cli.server.responses.KEEP_ALIVE_S", 0.02)
+    monkeypatch.setattr("offspec.cli.server.responses.SILENCE_S", 0.05)

@@ -114,10 +114,8 @@ def test_a_model_that_cannot_be_loaded_is_the_requests_error(client: Client, fol
 
 
 @pytest.fixture
-def gate(manager: ModelManager, monkeypatch: pytest.MonkeyPatch) -> Generator[Event, None, None]:
-    """Models are loaded when it is set, and a client is soon told that it waits."""
-    monkeypatch.setattr("offspec.cli.server.responses.KEEP_ALIVE_S", 0.02)
-    monkeypatch.setattr("offspec.cli.server.responses.SILENCE_S", 0.05)
+def gate(manager: ModelManager, _often: None, monkeypatch: pytest.MonkeyPatch) -> Generator[Event, None, None]:
+    """Models are loaded when it is set."""
     load, opened = manager._load, Event()
 
     def slow(path: Path) -> Service:

@@ -18,7 +18,7 @@ from offspec.cli.server.openai_requests import with_tools
 from offspec.errors import UsageError
 from offspec.stats import Stats
 
-from ...pair import build_pair
+from ...pair import build_pair, with_tokenizer_config
 from ...refusals import refused, tells
 from ..test_reasoning import SWITCHED
 from .serving import Client, served
@@ -153,9 +153,7 @@ def test_models_are_described(ollama: Any, coding: Any, served_pair: tuple[Clien
 
 
 def test_thinking_is_told_apart(library: Any, tmp_path: Any) -> None:
-    folder = build_pair(tmp_path).target
-    file = folder / "tokenizer_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": SWITCHED}))
+    folder = with_tokenizer_config(build_pair(tmp_path).target, chat_template=SWITCHED)
     with Engine.load(str(folder), draft="none", device="cpu") as engine, served(engine) as (client, _):
         asker = library.Client(f"http://127.0.0.1:{client.port}")
         assert "thinking" in asker.show("target").capabilities

@@ -66,12 +66,6 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Generator[Gate, None, None]:
     gate.is_open.set()
 
 
-@pytest.fixture
-def _often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offspec.cli.server.responses.KEEP_ALIVE_S", 0.02)
-    monkeypatch.setattr("offspec.cli.server.responses.SILENCE_S", 0.05)
-
-
 @contextmanager
 def asked(client: Client, **fields: Any) -> Iterator[http.client.HTTPResponse]:
     with closing(client.open("POST", TEXT, {**SHORT, **fields})) as connection:

@@ -31,7 +31,7 @@ from offspec.text.tool_calls import (
     ToolFormat,
 )
 
-from ...pair import Pair
+from ...pair import Pair, variant, with_tokenizer_config
 from ...refusals import refused, tells
 from .conftest import HERMES
 from .serving import USER, Client, served
@@ -66,11 +66,8 @@ def engine(tool_engine: Engine) -> Engine:
 
 
 def tokenizer_with(tool_pair: Pair, folder: Path, template: str) -> Tokenizer:
-    for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
-        (folder / name).write_bytes((tool_pair.target / name).read_bytes())
-    file = folder / "tokenizer_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": template}))
-    return Tokenizer.load(folder)
+    shutil.copytree(tool_pair.target, folder, dirs_exist_ok=True)
+    return Tokenizer.load(with_tokenizer_config(folder, chat_template=template))
 
 
 # ------------------------------------------------------------------------------------------------ formats
@@ -337,11 +334,9 @@ def callers(tool_pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Genera
     found = dict[bool, Client]()
     with ExitStack() as stack:
         for is_special in (False, True):
-            folder = tmp_path_factory.mktemp("callers") / "model"
-            shutil.copytree(tool_pair.target, folder)
-            file = folder / "tokenizer_config.json"
+            folder = variant(tool_pair.target, tmp_path_factory.mktemp("callers") / "model")
             tags = {MARKER + i: {"content": tag, "special": is_special} for i, tag in enumerate((OPEN, CLOSE))}
-            file.write_text(json.dumps(json.loads(file.read_text()) | {"added_tokens_decoder": tags}))
+            with_tokenizer_config(folder, added_tokens_decoder=tags)
             engine = stack.enter_context(Engine.load(str(folder), draft=str(tool_pair.draft), device="cpu"))
             assert engine.tokenizer.token_id(OPEN) == MARKER
             found[is_special] = stack.enter_context(served(engine, tries=True))[0]
