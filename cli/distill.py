@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from offspec.research.heads import DistilledHead
     from offspec.tools.draft_gain import DraftGain
 
-SETTINGS = FlagRecord("settings", DraftParams, dict)
+SETTINGS = FlagRecord[dict[str, Any]]("settings", DraftParams, dict)
 # Flags of one kind of training, by click's names → the flag that they need.
 ONLY_WITH = {"on_policy": "--draft", "rounds": "--draft", "lora_rank": "--draft", "head_tokens": "--head"}
 MOST_MEASURED = 64  # tokens generated after each held-out prompt

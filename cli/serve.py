@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -173,13 +173,9 @@ def command(
         raise UsageError(f"--alias must be a name of printable characters, not {alias!r}")
     _check_origins(cors, api_key)
     model_paths = {} if models is None else _models_in(models, loading, alias)
-    settings: dict[str, Any] = {
-        "defaults": sampling,
-        "given": given_sampling(speculation),
-        "origins": cors,
-        "alias": alias,
-    }
-    serve = partial(_serve, host=host, api_key=api_key, has_page=page, quiet=quiet, verbose=verbose, **settings)
+    settings: dict[str, Any] = {"given": given_sampling(speculation), "origins": cors, "alias": alias, "has_page": page}
+    settings["defaults"] = sampling
+    serve = partial(_serve, host=host, api_key=api_key, quiet=quiet, verbose=verbose, settings=settings)
     notify = (lambda line: None) if quiet else _log
     with listening(host, port) as sock:  # before the model is loaded
 
@@ -213,10 +209,9 @@ def _serve(
     *,
     host: str,
     api_key: str | None,
-    has_page: bool,
     quiet: bool,
     verbose: bool,
-    **settings: Any,
+    settings: Mapping[str, Any],
 ) -> None:
     """Answer requests until a signal ends the server. name: what is served. settings: of `application`.
 
@@ -234,11 +229,11 @@ def _serve(
                 "OFFSPEC_API_KEY restricts access",
                 err=True,
             )
-        paths = "/v1, and a page to chat in at /" if has_page else "/v1"
+        paths = "/v1, and a page to chat in at /" if settings["has_page"] else "/v1"
         click.echo(f"{name} served at http://{_address(sock)}{paths}; Ctrl-C stops the server.")
         sys.stdout.flush()
     config = uvicorn.Config(
-        application(models, api_key=api_key, is_private=is_loopback(host), has_page=has_page, **settings),
+        application(models, api_key=api_key, is_private=is_loopback(host), **settings),
         http=protocol(most_connections()),
         ws="none",
         backlog=BACKLOG,

@@ -140,8 +140,9 @@ def _add_tools(chat: Json, body: Json) -> None:
             raise UsageError(
                 f"tools[{number}] is a tool of Anthropic's servers; only tools of type custom are supported"
             )
-        same = {name: tool[name] for name in ("name", "description", "strict") if name in tool}
-        chat["tools"].append({"type": "function", "function": {"parameters": tool.get("input_schema"), **same}})
+        function: Json = {name: tool[name] for name in ("name", "description", "strict") if name in tool}
+        function["parameters"] = tool.get("input_schema")
+        chat["tools"].append({"type": "function", "function": function})
     choice = field_of(body, "tool_choice", dict)
     if choice is None:
         return
