@@ -128,11 +128,7 @@ class PromptBatch:
     """
 
     def __init__(
-        self,
-        source: Path,
-        output: Path | None,
-        settings: Mapping[str, object],
-        params: SamplingParams,
+        self, source: Path, output: Path | None, settings: Mapping[str, object], params: SamplingParams
     ) -> None:
         """params: sampling, which a line may override. settings: everything else that the answers depend on.
 

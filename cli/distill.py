@@ -132,11 +132,7 @@ Examples:
 @SETTINGS.option("text_tokens", type=WholeNumber(2), metavar="N", help="Tokens per text.")
 @SETTINGS.option("batch_texts", is_research=True, type=WholeNumber(1), metavar="N", help="Texts per step.")
 @SETTINGS.option(
-    "temperature",
-    group=SAMPLING,
-    type=Number(0, min_open=True),
-    metavar="T",
-    help="Sampling temperature of the texts.",
+    "temperature", group=SAMPLING, type=Number(0, min_open=True), metavar="T", help="Sampling temperature of the texts."
 )
 @SETTINGS.option(
     "prompt_tokens",
@@ -262,11 +258,7 @@ class Job:
         return Teacher.of(self.loading.model, engine.target, engine.tokenizer)
 
     def gain(
-        self,
-        done: DistilledHead | DistilledDraft,
-        params: DistillParams,
-        draft: str,
-        learn_file: Path | None = None,
+        self, done: DistilledHead | DistilledDraft, params: DistillParams, draft: str, learn_file: Path | None = None
     ) -> DraftGain:
         """What a draft brings on held-out texts. done: the result of the training."""
         from offspec.tools.draft_gain import measure_gain

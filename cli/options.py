@@ -334,9 +334,7 @@ research_options = all_of(
         "probability alone.",
     ),
     SPECULATION.option(
-        "tree",
-        type=click.Choice(TREES),
-        help="Shape of the draft tree; sequoia and opt-tree are baselines.",
+        "tree", type=click.Choice(TREES), help="Shape of the draft tree; sequoia and opt-tree are baselines."
     ),
     acceptance_options,
     SPECULATION.option("beam", type=WholeNumber(1), metavar="N", help="With lossy acceptance: number of hypotheses."),

@@ -238,10 +238,7 @@ def command(
         _run_one(prompts, loading, sampling, speculation, shown)
 
 
-reworded(
-    command,
-    seed="Random seed; the draft does not change the text. [default: random; --stats and --json show it]",
-)
+reworded(command, seed="Random seed; the draft does not change the text. [default: random; --stats and --json show it]")
 
 
 def _load_one(prompts: PromptFlags, loading: LoadOptions, shown: OutputFlags) -> tuple[Engine, Prompt]:

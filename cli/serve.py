@@ -95,15 +95,9 @@ Examples:
     help="Port to listen on; 0 selects a free one.",
 )
 @option(
-    "--api-key",
-    metavar="KEY",
-    help="Reject requests without this key; OFFSPEC_API_KEY keeps it out of process lists.",
+    "--api-key", metavar="KEY", help="Reject requests without this key; OFFSPEC_API_KEY keeps it out of process lists."
 )
-@option(
-    "--alias",
-    metavar="NAME",
-    help="Name of the model for clients. [default: the name of its folder or file]",
-)
+@option("--alias", metavar="NAME", help="Name of the model for clients. [default: the name of its folder or file]")
 @option(
     "--cors",
     multiple=True,

@@ -78,13 +78,7 @@ Examples:
     help=f"Use only the first N prompts. [default: all of a file, or {BUILTIN_PROMPTS} of the built-in pair's]",
 )
 @option(
-    "--max-new-tokens",
-    "-n",
-    type=WholeNumber(1),
-    default=16,
-    show_default=True,
-    metavar="N",
-    help="Tokens per prompt.",
+    "--max-new-tokens", "-n", type=WholeNumber(1), default=16, show_default=True, metavar="N", help="Tokens per prompt."
 )
 @option(
     "--temperatures",

@@ -47,14 +47,7 @@ def not_a_number(folder: Path, pair: Pair) -> tuple[Path, Sequence[str]]:
     return folder, ("not finite", "--dtype fp32")
 
 
-BREAKERS: list[Breaker] = [
-    a_file,
-    no_tokenizer,
-    truncated_weights,
-    unsupported_architecture,
-    other_shape,
-    not_a_number,
-]
+BREAKERS: list[Breaker] = [a_file, no_tokenizer, truncated_weights, unsupported_architecture, other_shape, not_a_number]
 
 
 @pytest.mark.parametrize("breaker", BREAKERS)

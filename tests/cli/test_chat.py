@@ -249,11 +249,7 @@ def test_a_mistake_is_told_and_the_conversation_goes_on(
 
 
 @pytest.mark.parametrize(
-    ("change", "word"),
-    [
-        ({"settings": {"temperature": "hot"}}, "hot"),
-        ({"version": 9}, "version 9"),
-    ],
+    ("change", "word"), [({"settings": {"temperature": "hot"}}, "hot"), ({"version": 9}, "version 9")]
 )
 def test_a_file_that_cannot_be_loaded_changes_nothing(
     change: dict[str, Any], word: str, talk: Talk, tmp_path: Path

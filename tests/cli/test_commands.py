@@ -28,8 +28,7 @@ CHOSEN = covering({command: parts_of(command) for command in SHOWN})
 @pytest.mark.slow
 @pytest.mark.usefixtures("learning_takes_no_time")
 @pytest.mark.parametrize(
-    "command",
-    [pytest.param(each, id=str(each), marks=() if each in CHOSEN else pytest.mark.nightly) for each in SHOWN],
+    "command", [pytest.param(each, id=str(each), marks=() if each in CHOSEN else pytest.mark.nightly) for each in SHOWN]
 )
 def test_commands_run(command: Command, sandbox: Sandbox) -> None:
     check_runs(command, sandbox)

@@ -82,10 +82,7 @@ def test_replies_are_the_same_and_the_file_is_there(
 @pytest.mark.slow
 @needs_signals
 def test_a_signal_keeps_what_was_learnt_before(
-    chat_args: Sequence[object],
-    tmp_path: Path,
-    offspec: Offspec,
-    monkeypatch: pytest.MonkeyPatch,
+    chat_args: Sequence[object], tmp_path: Path, offspec: Offspec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, learn, calls = tmp_path / "learnt", Engine.learn, list[int]()
 
@@ -144,10 +141,7 @@ def test_a_full_disk_does_not_lose_what_was_learnt(
     monkeypatch.setenv("HOME", str(home))
     file = tmp_path / "disk" / "learnt"
     file.parent.mkdir()
-    for disks, place, has_home in (
-        ((file.parent, other), home, True),
-        ((file.parent,), other, False),
-    ):
+    for disks, place, has_home in (((file.parent, other), home, True), ((file.parent,), other, False)):
         if not has_home:  # as in a container whose user is a number alone
             monkeypatch.delenv("HOME")
             monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)

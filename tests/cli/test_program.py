@@ -136,9 +136,7 @@ def test_help_that_cannot_be_written() -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a POSIX shell")
 @pytest.mark.parametrize(
-    ("redirection", "code", "stream"),
-    [(">&-", 1, "standard output"), ("<&-", 2, "prompt")],
-    ids=["output", "input"],
+    ("redirection", "code", "stream"), [(">&-", 1, "standard output"), ("<&-", 2, "prompt")], ids=["output", "input"]
 )
 def test_a_stream_that_is_closed(redirection: str, code: int, stream: str) -> None:
     shell = subprocess.Popen(

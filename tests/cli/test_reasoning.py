@@ -158,11 +158,7 @@ COLOURS: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "c", "
 
 @pytest.mark.parametrize(
     "asked",
-    [
-        {"response_format": COLOURS},
-        {"tools": [WEATHER], "tool_choice": "required", "parallel_tool_calls": False},
-        {},
-    ],
+    [{"response_format": COLOURS}, {"tools": [WEATHER], "tool_choice": "required", "parallel_tool_calls": False}, {}],
     ids=["schema", "tool", "free"],
 )
 def test_what_an_answer_must_be_holds_after_its_thinking(thinker: Client, asked: Any) -> None:

@@ -111,10 +111,7 @@ def test_a_prompt_from_standard_input(run_args: Sequence[object], pair: Pair, of
     assert prompt_text(pair, answer) == "schön\n"
 
 
-@pytest.mark.parametrize(
-    ("piped", "words", "prompt"),
-    [(b"a\nb\n\n", "why?", "a\nb\n\nwhy?"), (b"a\n", "", "a")],
-)
+@pytest.mark.parametrize(("piped", "words", "prompt"), [(b"a\nb\n\n", "why?", "a\nb\n\nwhy?"), (b"a\n", "", "a")])
 def test_a_pipe_goes_before_the_prompt(
     piped: bytes, words: str, prompt: str, run_args: Sequence[object], pair: Pair, offspec: Offspec
 ) -> None:
@@ -164,10 +161,7 @@ def test_every_flag_reaches_the_engine(
     assert offspec(*run_args[:-2], "hi", *flags).code == 0
     assert offspec(*run_args[:-2], "hi").code == 0
     params = SamplingParams(3, 0.5, 9, 0.8, 0.1, 1.2, 5, ("zz", "yy"))
-    assert asked == [
-        (params, SpeculationParams(4, stopping="thompson")),
-        (SamplingParams(), SpeculationParams()),
-    ]
+    assert asked == [(params, SpeculationParams(4, stopping="thompson")), (SamplingParams(), SpeculationParams())]
 
 
 def test_stats_stand_on_stderr(run_args: Sequence[object], offspec: Offspec) -> None:

@@ -448,11 +448,7 @@ def test_a_key_is_asked_for(engine: Engine) -> None:
     with served(engine, api_key="secret") as (client, _):
         assert client.ask("GET", "/v1/models").status == 401
         assert client.ask("GET", "/v1/models", Authorization="Bearer wrong").status == 401
-        for borne, status in (
-            ("Bearer secret", 200),
-            ("BEARER   secret  ", 200),
-            ("secret", 401),
-        ):
+        for borne, status in (("Bearer secret", 200), ("BEARER   secret  ", 200), ("secret", 401)):
             assert client.ask("GET", "/v1/models", Authorization=borne).status == status, borne
         assert client.ask("GET", "/health").status == 200
 

@@ -45,12 +45,7 @@ class Soak:
 
 
 def soak(
-    target: object,
-    draft: object,
-    num_requests: int,
-    num_clients: int,
-    num_files: int = 256,
-    seconds: float = 0.0,
+    target: object, draft: object, num_requests: int, num_clients: int, num_files: int = 256, seconds: float = 0.0
 ) -> Soak:
     """Ask a server of this pair so often, and at least so long, by so many of OpenAI's clients at a time.
 

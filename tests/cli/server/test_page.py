@@ -29,10 +29,7 @@ from offspec.cli.server.page_routes import HEADERS, page_routes
 from .browser import Browser, chromium, wait, why_missing
 from .serving import Client, served
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(bool(why_missing()), reason=why_missing()),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(why_missing()), reason=why_missing())]
 AXE = Path(__file__).parents[3] / "build" / "axe.min.js"
 FIGURES = {"num_tokens": 2, "num_passes": 1, "tokens_per_pass": 2.0, "decode_tokens_per_s": 8.5, "ttft_s": 0.1}
 STREAMED = {"stream_bytes_per_pass": 4_200_000_000, "stream_gb_per_s": 11.2, "link_gb_per_s": 12.0}

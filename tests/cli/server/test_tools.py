@@ -132,11 +132,7 @@ def calls_and_text(found: Sequence[Any]) -> tuple[list[Any], str]:
     return [piece for piece in found if not isinstance(piece, str)], text
 
 
-@pytest.mark.parametrize(
-    "form",
-    [HERMES_FORM, LLAMA_FORM, MISTRAL_FORM],
-    ids=lambda form: form.style,
-)
+@pytest.mark.parametrize("form", [HERMES_FORM, LLAMA_FORM, MISTRAL_FORM], ids=lambda form: form.style)
 def test_a_constrained_answer_is_a_call(engine: Engine, form: ToolFormat) -> None:
     schema = WEATHER["function"]["parameters"]
     constraint = form.constraint({"get_weather": schema, "clock": schema}, allows_several=False)
