@@ -137,7 +137,7 @@ def application(
     sampling does not replace.
     """
     api = Api(models if isinstance(models, ModelManager) else OneModel(models, alias), defaults, given)
-    guarded = Guard(api_key, is_private=is_private, origins=origins)
+    guarded = guard(api_key, is_private=is_private, origins=origins)
 
     def of(form: ApiForm, path: str, handler: Handler, *methods: str) -> Route:
         """A route whose errors are written as `form` does."""
@@ -337,32 +337,31 @@ class TooLargeError(Exception):
         super().__init__(too_large if status == 413 else "the server receives other large requests; try again later")
 
 
-class Guard:
+def guard(api_key: str | None, *, is_private: bool, origins: Sequence[str] = ()) -> Callable[[Handler], Handler]:
     """Lets a handler answer authorised requests only."""
 
-    def __init__(self, api_key: str | None, *, is_private: bool, origins: Sequence[str] = ()) -> None:
-        self._api_key, self._is_private, self._origins = api_key, is_private, origins
-
-    def __call__(self, handler: Handler) -> Handler:
-        async def checked(request: Request) -> Response:
-            return self._refusal(request) or await handler(request)
-
-        return checked
-
-    def _refusal(self, request: Request) -> Response | None:
-        named = [origin for origin in request.headers.getlist("origin") if origin not in self._origins]
-        if self._is_private:
+    def refusal_of(request: Request) -> Response | None:
+        named = [origin for origin in request.headers.getlist("origin") if origin not in origins]
+        if is_private:
             named.append(f"//{request.headers.get('host', '')}")
-        if self._api_key is not None:
+        if api_key is not None:
             # The scheme `Bearer` may be in any case (RFC 9110, section 11.1).
             scheme, _, key = request.headers.get("authorization", "").partition(" ")
             borne = request.headers.get("x-api-key") or (key.strip() if scheme.lower() == "bearer" else None)
-            if borne is None or not secrets.compare_digest(borne.encode(), self._api_key.encode()):
+            if borne is None or not secrets.compare_digest(borne.encode(), api_key.encode()):
                 return JSONResponse(failure("the API key is missing or wrong", code="invalid_api_key"), 401)
         elif not all(map(is_loopback, map(_host_of, named))):
-            who = "programs on its own machine" if self._is_private else "programs, not web pages"
+            who = "programs on its own machine" if is_private else "programs, not web pages"
             return JSONResponse(failure(f"without --api-key this server answers only {who}"), 403)
         return None
+
+    def guarded(handler: Handler) -> Handler:
+        async def checked(request: Request) -> Response:
+            return refusal_of(request) or await handler(request)
+
+        return checked
+
+    return guarded
 
 
 def _host_of(url: str) -> str:
