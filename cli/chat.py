@@ -17,7 +17,7 @@ from offspec import RECOMMENDED, LoadOptions, SamplingParams, SpeculationParams,
 from offspec.errors import OffspecError, UsageError
 from offspec.user_files import expand_home, user_folder
 
-from .chat_files import KeptChat, chats_folder, newest_file
+from .chat_files import KeptChat, newest_file
 from .constraints import CONSTRAINT, constraint_options
 from .flag_declarations import OUTPUT, VALUES, OffspecCommand, option, record_of, with_flags
 from .learning import learning_kept, written_file
@@ -148,7 +148,7 @@ def command(
     if resume and saved is not None:
         raise click.UsageError("Give --resume or --load, not both.")
     model = loading.model
-    resumed = newest_file(chats_folder(), model) if resume else None
+    resumed = newest_file(model) if resume else None
     settings = Values(ctx.command, ctx.meta[VALUES])
     settings.params()  # raises for a constraint that cannot be read
     loading = replace(fit_to_requests(loading, sampling, speculation), chats=True)
@@ -160,7 +160,7 @@ def command(
     drops_oldest = settings["when_full"] == "drop"
     session = Session(engine, system, drops_oldest=drops_oldest, notify=partial(_note, quiet=quiet))
     on_terminal = sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()
-    kept = KeptChat(chats_folder()) if on_terminal and autosave else None
+    kept = KeptChat() if on_terminal and autosave else None
     chat = Chat(session, settings, kept, marks=color_accepted and shows_colors(), quiet=quiet, verbose=verbose)
     if (file := saved or resumed) is not None:
         _continue(chat, file, system)

@@ -16,31 +16,25 @@ from offspec.user_files import parse_json, read_small_file, user_folder
 MOST_FILES = 20
 
 
-def chats_folder() -> Path:
-    return user_folder("state") / "chats"
-
-
 class KeptChat:
     """file: of the present conversation; None before it has one."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self.file: Path | None = None
+    file: Path | None = None
 
     def file_to_write(self) -> Path:
         """Of the present conversation. A new one replaces the oldest of too many. Raises OSError."""
         if self.file is None:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            for file in _newest_first(self._folder)[MOST_FILES - 1 :]:
+            (folder := user_folder("state") / "chats").mkdir(mode=0o700, parents=True, exist_ok=True)
+            for file in _newest_first()[MOST_FILES - 1 :]:
                 with suppress(OSError):
                     file.unlink()
-            self.file = self._folder / f"{time.time_ns()}-{os.getpid()}.json"
+            self.file = folder / f"{time.time_ns()}-{os.getpid()}.json"
         return self.file
 
 
-def newest_file(folder: Path, model: str) -> Path:
+def newest_file(model: str) -> Path:
     """The newest conversation with this model. Raises UsageError if there is none."""
-    models = {file: _model_of(file) for file in _newest_first(folder)}
+    models = {file: _model_of(file) for file in _newest_first()}
     newest = next((file for file in models if models[file] == model), None)
     if newest is None:
         others = ", ".join(sorted({other for other in models.values() if other is not None}))
@@ -49,9 +43,11 @@ def newest_file(folder: Path, model: str) -> Path:
     return newest
 
 
-def _newest_first(folder: Path) -> list[Path]:
+def _newest_first() -> list[Path]:
     try:
-        return sorted(folder.glob("*.json"), key=lambda file: file.stat().st_mtime_ns, reverse=True)
+        return sorted(
+            (user_folder("state") / "chats").glob("*.json"), key=lambda file: file.stat().st_mtime_ns, reverse=True
+        )
     except OSError:  # another process has removed one
         return []
 
