@@ -190,8 +190,9 @@ def command(
     settings |= {"temperature": sampling.temperature, **lossy_settings(speculation)}
     show = partial(_show, settings=settings, as_json=as_json, quiet=quiet)
     load = partial(load_engine, quiet=quiet, verbose=verbose)
-    progress = partial(_progress, ProgressLine(quiet=quiet))
-    runs: dict[str, Any] = {"num_warmups": repeats[0], "num_repeats": repeats[1], "progress": progress}
+    line = ProgressLine(quiet=quiet)
+    runs: dict[str, Any] = {"num_warmups": repeats[0], "num_repeats": repeats[1]}
+    runs["progress"] = lambda done, total: line.show(f"run {done + 1} of {total}" if done < total else "")
     if numbers is not None:
         from offspec.tools.texts_benchmark import check_numbers, default_workloads, measure_texts
 
@@ -239,10 +240,6 @@ def _workloads(file: Path) -> list[Workload]:
     from offspec.tools.benchmark import Workload
 
     return [Workload(str(task.content.get("kind", "prompts")), task.prompt) for task in read_prompts(file)]
-
-
-def _progress(line: ProgressLine, done: int, total: int) -> None:
-    line.show(f"run {done + 1} of {total}" if done < total else "")
 
 
 def _show(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from typing import Any
 
 import click
 
@@ -14,16 +14,6 @@ from .settings import Settings, settable
 from .terminal import table
 
 SECRETS = ("api-key",)  # values that are not printed: people paste this output into questions
-
-
-@dataclass(frozen=True)
-class SettingRow:
-    """A setting and its commands; `commands` is empty if the value is the same for all of them."""
-
-    key: str
-    value: object
-    source: str
-    commands: tuple[str, ...] = ()
 
 
 @click.command(
@@ -59,12 +49,11 @@ def command(ctx: click.Context, name: str | None, as_json: bool, verbose: bool) 
     settings = Settings(commands, on_fault=faults.append)
     rows = list(_rows(settings, commands if name is None else {name: commands[name]}))
     if as_json:
-        entries = [{"key": r.key, "value": r.value, "source": r.source, "commands": r.commands} for r in rows]
-        click.echo(json.dumps({"file": None if settings.file is None else str(settings.file), "settings": entries}))
+        click.echo(json.dumps({"file": None if settings.file is None else str(settings.file), "settings": rows}))
     else:
         file = settings.file or "no file (OFFSPEC_CONFIG is empty)"
         is_missing = settings.file is not None and not settings.file.is_file()
-        cells = [(row.key, _shown(row.value), row.source, ", ".join(row.commands)) for row in rows]
+        cells = [(row["key"], _shown(row["value"]), row["source"], ", ".join(row["commands"])) for row in rows]
         click.echo(f"{file}{' (does not exist)' * is_missing}\n")
         click.echo("\n".join(table([("setting", "value", "from", ""), *cells], 4)))
     for fault in faults[:-1]:
@@ -73,8 +62,8 @@ def command(ctx: click.Context, name: str | None, as_json: bool, verbose: bool) 
         raise faults[-1]
 
 
-def _rows(settings: Settings, commands: Mapping[str, click.Command]) -> Iterator[SettingRow]:
-    """One row per setting, or several if its commands differ."""
+def _rows(settings: Settings, commands: Mapping[str, click.Command]) -> Iterator[dict[str, Any]]:
+    """One row per setting; several, with their commands, if these differ."""
     by_key: dict[str, dict[tuple[str, str], list[str]]] = {}
     values: dict[tuple[str, str], object] = {}
     for name, command in commands.items():
@@ -93,7 +82,8 @@ def _rows(settings: Settings, commands: Mapping[str, click.Command]) -> Iterator
             by_key.setdefault(key, {}).setdefault((shown, source), []).append(name)
     for key, groups in by_key.items():
         for (shown, source), names in groups.items():
-            yield SettingRow(key, values[shown, source], source, tuple(names) if len(groups) > 1 else ())
+            which = names if len(groups) > 1 else []
+            yield {"key": key, "value": values[shown, source], "source": source, "commands": which}
 
 
 def _shown(value: object) -> str:
