@@ -17,7 +17,7 @@ from offspec import LoadOptions, format_seconds
 from offspec.research.distill_params import HEADS, DistillParams, DraftParams, HeadParams, Init
 from offspec.user_files import expand_home
 
-from .flag_declarations import SAMPLING, FlagRecord, OffspecCommand, option, research_option
+from .flag_declarations import SAMPLING, FlagRecord, OffspecCommand, option
 from .options import (
     MODEL_HELP,
     MOST_DIGITS,
@@ -89,8 +89,9 @@ Examples:
     help="Train an exit layer after the first N layers, say a quarter. Of several, --draft self uses the fastest.",
 )
 @option("--head", type=click.Choice(HEADS), help="Train a head of this kind, for --draft head.")
-@research_option(
+@option(
     "--head-tokens",
+    is_research=True,
     type=WholeNumber(1),
     metavar="N",
     help="Use only the N most frequent tokens of the texts; a head over MODEL's own still predicts all. [default: all]",

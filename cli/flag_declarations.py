@@ -134,11 +134,6 @@ def option(*names: str, **settings: Any) -> Decorator:
     return click.option(*names, cls=OffspecOption, **settings)
 
 
-def research_option(*names: str, **settings: Any) -> Decorator:
-    """An `option` for comparing or tuning methods."""
-    return option(*names, is_research=True, **settings)
-
-
 class RecordArgument(click.Argument):
     """An argument that is a field of a record."""
 

@@ -15,7 +15,7 @@ from offspec.errors import VerificationError
 from . import terminal
 from .batch import read_prompts
 from .constraints import ConstraintFlags, constraint_options
-from .flag_declarations import OffspecCommand, option, research_option
+from .flag_declarations import OffspecCommand, option
 from .options import (
     MODEL_HELP,
     Number,
@@ -102,15 +102,17 @@ Examples:
     callback=several_budgets,
     help="Tree sizes to verify, separated by commas.",
 )
-@research_option(
+@option(
     "--scorings",
+    is_research=True,
     default="coupled,specexec",
     show_default=True,
     callback=several(click.Choice(["coupled", "specexec"])),
     help="Rankings to verify, separated by commas.",
 )
-@research_option(
+@option(
     "--drafts",
+    is_research=True,
     default="own,random",
     show_default=True,
     callback=several(click.Choice(["own", "random"])),
@@ -128,8 +130,9 @@ Examples:
 @loading_options
 @lookup_files_option
 @tuning_options
-@research_option(
+@option(
     "--accept",
+    is_research=True,
     type=click.Choice(ACCEPTS),
     default="exact",
     is_eager=True,  # settings for other commands do not apply here
