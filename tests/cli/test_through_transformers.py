@@ -55,15 +55,6 @@ def test_plan_says_what_computes_and_what_a_pass_costs(
     assert tells(result.out + result.err, "transformers", "dots1", "llama.cpp")
 
 
-def test_run_gives_the_same_text_with_and_without_guesses(foreign: Path, pair: Pair, offspec: Offspec) -> None:
-    texts = []
-    for draft in ("none", "lookup", pair.draft):
-        result = offspec("run", foreign, "def area(", "--draft", draft, "--raw", "--json", "-q", *SMALL)
-        assert result.code == 0, result
-        texts.append(json.loads(result.out)["token_ids"])
-    assert texts[0] == texts[1] == texts[2]
-
-
 def test_it_drafts_for_a_model_of_offspecs_own(foreign: Path, pair: Pair, offspec: Offspec) -> None:
     texts = []
     for draft in ("none", foreign):
