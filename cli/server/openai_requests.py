@@ -15,14 +15,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from offspec import SamplingParams
+from offspec import Constraint, SamplingParams
 from offspec.errors import UsageError
 from offspec.text.infill import Infill
 from offspec.text.tool_calls import ToolFormat
 
+from ..constraints import NAMES, constraint_in
 from .request_parts import NUMBER, Json, field_of, object_of, refuse_fields
-from .response_format import requested_constraint
-from .tools import Tools, called_before, check_depth, tools_of
+from .tools import Tools, called_before, check_depth, lenient, tools_of
 
 if TYPE_CHECKING:
     from offspec import Prompt
@@ -62,6 +62,9 @@ OURS = {
     "max_completion_tokens": "max_new_tokens",
     "n_predict": "max_new_tokens",
 }
+# vLLM's names of older releases → those of prompt files, which are llama.cpp's as well.
+GUIDED = {"guided_json": "json_schema", "guided_regex": "regex", "guided_grammar": "grammar"}
+FORMATS = ("text", "json_object", "json_schema")
 TOKEN_ID = re.compile(r"[0-9]{1,9}")
 OWN_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token"}
 # The meaning of -1 for clients of llama.cpp and LM Studio: as many tokens as fit, a random seed, off.
@@ -349,3 +352,49 @@ def _content(message: Json, where: str) -> str:
     if not isinstance(content, str):
         raise UsageError(f"{where}: content must be a string")
     return content
+
+
+# ------------------------------------------------------------------------------------------------ constraints
+
+
+def requested_constraint(body: Mapping[str, Any], default: Constraint | None) -> Constraint | None:
+    """The constraint that a request states, else `default`. Raises UsageError, which names the field."""
+    stated = {name: body[name] for name in (*NAMES, *GUIDED) if body.get(name) not in (None, False, "")}
+    requested = body.get("response_format")
+    if requested is None:
+        if len(stated) > 1:
+            raise UsageError(f"only one of {', '.join(stated)} may be given")
+        return constraint_in({GUIDED.get(name, name): value for name, value in stated.items()}, default)
+    if not isinstance(requested, dict) or requested.get("type") not in FORMATS:
+        raise UsageError(f"response_format must be an object whose type is one of {', '.join(FORMATS)}")
+    if stated:
+        raise UsageError(f"only one of response_format, {', '.join(stated)} may be given")
+    return _of_format(requested)
+
+
+def _of_format(response_format: Mapping[str, Any]) -> Constraint | None:
+    if response_format["type"] == "text":
+        return None
+    if response_format["type"] == "json_schema":
+        return _of_schema(response_format.get("json_schema"))
+    if response_format.get("schema") is not None:  # as llama.cpp's server has it
+        return Constraint.json_schema(_schema(response_format["schema"], "response_format.schema"))
+    return Constraint.json_object()
+
+
+def _of_schema(described: Any) -> Constraint:
+    """The schema always holds. `strict: false` ignores those keywords that the library does not implement."""
+    where = "response_format.json_schema"
+    if not isinstance(described, dict):
+        raise UsageError(f"{where} must be an object with a schema")
+    strict = described.get("strict")
+    if not (strict is None or isinstance(strict, bool)):
+        raise UsageError(f"{where}.strict must be true or false")
+    schema = _schema(described.get("schema"), f"{where}.schema")
+    return Constraint.json_schema(lenient(schema) if strict is False else schema)
+
+
+def _schema(schema: Any, where: str) -> Json:
+    if not isinstance(schema, dict):
+        raise UsageError(f"{where} must be an object: a JSON schema")
+    return schema

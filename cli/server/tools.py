@@ -28,7 +28,6 @@ from offspec.text.tool_calls import (
 )
 
 from .request_parts import Json
-from .response_format import lenient
 
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 CHOICES = ("none", "auto", "required")
@@ -149,6 +148,12 @@ def _schema(function: Json) -> Json:
     """A function's schema. Unless `strict`, keywords that the library does not implement are ignored."""
     schema = {**(function.get("parameters") or NO_ARGUMENTS), "type": "object"}  # no other arguments can be called with
     return schema if function.get("strict") else lenient(schema)
+
+
+def lenient(schema: Json) -> Json:
+    """The schema without those keywords that the library does not implement."""
+    guidance = schema.get("x-guidance")
+    return {**schema, "x-guidance": {"lenient": True, **(guidance if isinstance(guidance, dict) else {})}}
 
 
 # ------------------------------------------------------------------------------------------------ messages
