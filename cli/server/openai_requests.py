@@ -369,16 +369,12 @@ def requested_constraint(body: Mapping[str, Any], default: Constraint | None) ->
         raise UsageError(f"response_format must be an object whose type is one of {', '.join(FORMATS)}")
     if stated:
         raise UsageError(f"only one of response_format, {', '.join(stated)} may be given")
-    return _of_format(requested)
-
-
-def _of_format(response_format: Mapping[str, Any]) -> Constraint | None:
-    if response_format["type"] == "text":
+    if requested["type"] == "text":
         return None
-    if response_format["type"] == "json_schema":
-        return _of_schema(response_format.get("json_schema"))
-    if response_format.get("schema") is not None:  # as llama.cpp's server has it
-        return Constraint.json_schema(_schema(response_format["schema"], "response_format.schema"))
+    if requested["type"] == "json_schema":
+        return _of_schema(requested.get("json_schema"))
+    if requested.get("schema") is not None:  # as llama.cpp's server has it
+        return Constraint.json_schema(_schema(requested["schema"], "response_format.schema"))
     return Constraint.json_object()
 
 
