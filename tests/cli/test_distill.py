@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -72,12 +73,9 @@ def test_mistakes_are_one_line(pair: Pair, offspec: Offspec) -> None:
 def test_ctrl_c_says_how_to_go_on(pair: Pair, offspec: Offspec, exits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from offspec.research.distillation import ExitModule
 
-    def interrupted(*args: object) -> None:
-        raise KeyboardInterrupt
-
     asked = ("distill", pair.target, "--exit-layer", 1, *SMALL)
     with monkeypatch.context() as patch:
-        patch.setattr(ExitModule, "forward", interrupted)
+        patch.setattr(ExitModule, "forward", Mock(side_effect=KeyboardInterrupt))
         left = offspec(*asked)
     assert left.code == 130
     assert tells(left.err, "--resume")

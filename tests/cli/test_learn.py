@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -200,12 +201,9 @@ def test_two_do_not_learn_into_one_file(
 def test_ctrl_c_while_a_chat_learns_leaves_the_reply(
     pair: Pair, offspec: Offspec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(engine: Engine, stats: Stats) -> None:
-        raise KeyboardInterrupt
-
     args = ("chat", pair.target, "--draft", pair.draft, "--device", "cpu", "--max-new-tokens", "8", "--seed", "1")
     plain = offspec(*args, stdin=b"hi\nagain\n")
-    monkeypatch.setattr(Engine, "learn", interrupted)
+    monkeypatch.setattr(Engine, "learn", Mock(side_effect=KeyboardInterrupt))
     found = offspec(*args, "--learn", stdin=b"hi\nagain\n")
     assert (found.code, found.out) == (0, plain.out)
     assert found.err.count("stopped") == 2

@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -120,11 +121,8 @@ def test_an_engine_with_more_memory_has_the_context_of_the_others(
 def test_an_engine_that_fails_returns_what_it_has(
     error: Exception, job: EngineJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def check(self: LoadedTarget) -> None:
-        raise MemoryLimitError("the target is no longer in memory")
-
     engine = NodeEngine(replace(job, answers=failing(error)))
-    monkeypatch.setattr(LoadedTarget, "check", check)
+    monkeypatch.setattr(LoadedTarget, "check", Mock(side_effect=MemoryLimitError("the target is gone")))
     report = engine.answer([("1", PARAMS), ("2", PARAMS), ("3", PARAMS)])
     assert report.results == {0: {"text": "1"}}
     assert report.fault is not None

@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import fmean
 from threading import Event, Thread
 from typing import Any
+from unittest.mock import Mock
 from urllib.parse import quote
 
 import click
@@ -185,10 +186,9 @@ def test_a_server_whose_passes_ended_does_not_let_requests_wait(
 ) -> None:
     """Whatever it was that ended them."""
 
-    def fail(*args: object) -> None:
-        raise ZeroDivisionError("nothing that anybody expects")
-
-    monkeypatch.setattr("offspec.cli.server.service.Service._end_left", fail)
+    monkeypatch.setattr(
+        "offspec.cli.server.service.Service._end_left", Mock(side_effect=ZeroDivisionError("unexpected"))
+    )
     with served(engine) as (client, service):
         service.give_up = service.stop  # as the program does
         assert client.chat(USER).status == 503
@@ -250,10 +250,8 @@ def test_paths_lose_their_folders(message: str, told: str) -> None:
 
 
 def test_of_an_error_of_others_a_client_learns_the_kind_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: object) -> None:
-        raise RuntimeError("at /home/me, my models/x")
-
-    monkeypatch.setattr("offspec.scheduler.drafting.drafter.exact_walk", fail)
+    error = RuntimeError("at /home/me, my models/x")
+    monkeypatch.setattr("offspec.scheduler.drafting.drafter.exact_walk", Mock(side_effect=error))
     with served(engine) as (client, _):
         reply = client.chat(USER)
     assert reply.status == 500
@@ -428,12 +426,9 @@ def test_an_alias_names_the_model(engine: Engine) -> None:
 def test_an_error_while_running_is_told_and_the_next_request_is_served(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*args: object) -> None:
-        raise NumericalError("not a number")
-
     with served(engine) as (client, _):
         with monkeypatch.context() as patch:
-            patch.setattr("offspec.running.batch.run_pass", fail)
+            patch.setattr("offspec.running.batch.run_pass", Mock(side_effect=NumericalError("not a number")))
             reply = client.chat(USER)
             (event,) = client.stream("/v1/chat/completions", {"messages": [USER]})
             patch.setattr("offspec.running.batch.run_pass", None)

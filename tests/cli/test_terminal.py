@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -177,8 +178,5 @@ def test_progress_in_a_log_is_a_line_now_and_then(
 
 
 def test_a_terminal_that_is_gone_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def gone(*args: Any, **options: Any) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(terminal.click, "echo", gone)
+    monkeypatch.setattr(terminal.click, "echo", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
     terminal.show_line("step 1 of 9")

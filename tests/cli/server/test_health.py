@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -162,9 +163,7 @@ def test_a_failure_of_one_request_is_no_state(
 def test_a_failure_of_each_request_is_told(
     error: Callable[[str], Exception], engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(*args: object) -> None:
-        raise error("always")
-
+    fails = Mock(side_effect=error("always"))
     monkeypatch.setattr("offspec.running.batch.run_pass", fails)
     monkeypatch.setattr("offspec.running.passes.run_pass", fails)
     with watched(engine) as (client, service, gave_up):
