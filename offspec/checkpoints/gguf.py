@@ -213,8 +213,10 @@ class Keys:
     def value(self, key: str) -> Any:
         return self._metadata.get(f"{self.arch}.{key}")
 
-    def token_id(self, name: str) -> Any:
-        return self._metadata.get(f"tokenizer.ggml.{name}_token_id")
+    def token_id(self, name: str) -> int | None:
+        """None if the file names none; without the field, config.json would mean the family's default."""
+        token_id = self._metadata.get(f"tokenizer.ggml.{name}_token_id")
+        return token_id if isinstance(token_id, int) and not isinstance(token_id, bool) else None
 
     def integer(self, key: str, default: int | None = None, least: int = 1) -> int:
         """A number of at least `least`, or a list of equal ones; in it, layers without such a part have 0."""
@@ -303,8 +305,7 @@ def _windows(keys: Keys, config: Config, period: int, default: int | None = None
 
 def _partial_rotary(keys: Keys, config: Config) -> Config:
     """The field for RoPE on a part of a head."""
-    rotated = keys.integer("rope.dimension_count", config["head_dim"])
-    return {} if rotated == config["head_dim"] else {"partial_rotary_factor": rotated / config["head_dim"]}
+    return {"partial_rotary_factor": keys.integer("rope.dimension_count", config["head_dim"]) / config["head_dim"]}
 
 
 def _gemma_scale(config: Config, largest: int) -> int:
@@ -388,10 +389,8 @@ def _num_experts(keys: Keys, name: str = "num_local_experts") -> Config:
 
 def _llama(keys: Keys, config: Config) -> Config:
     """With experts, the model is a Mixtral."""
-    if not keys.value("expert_count"):
-        return {}
     mixtral = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "sliding_window": None}
-    return {**mixtral, **_num_experts(keys)}
+    return {**mixtral, **_num_experts(keys)} if keys.value("expert_count") else {}
 
 
 def _qwen2_moe(keys: Keys, config: Config) -> Config:
@@ -501,7 +500,7 @@ def _qwen35(keys: Keys, config: Config) -> Config:
         "linear_num_key_heads": keys.integer("ssm.group_count"),
         "linear_num_value_heads": heads,
         "linear_value_head_dim": max(1, keys.integer("ssm.inner_size") // heads),
-        "partial_rotary_factor": keys.integer("rope.dimension_count", config["head_dim"]) / config["head_dim"],
+        **_partial_rotary(keys, config),
     }
 
 
@@ -540,11 +539,9 @@ def _lfm2(keys: Keys, config: Config) -> Config:
     """Layers without key heads have a short convolution. The MLP's size is final."""
     if keys.value("attention.sliding_window"):
         raise fault(keys.path, "has sliding windows, which are not supported for lfm2")
-    heads = keys.value("attention.head_count_kv")
-    if not isinstance(heads, list) or len(heads) != config["num_hidden_layers"]:
-        raise fault(keys.path, f"lfm2.attention.head_count_kv must list {config['num_hidden_layers']} layers")
+    heads = _by_layer(keys, config, "attention.head_count_kv")
     return {
-        "norm_eps": keys.number("attention.layer_norm_rms_epsilon", 1e-5),
+        "norm_eps": config["rms_norm_eps"],
         "conv_L_cache": keys.integer("shortconv.l_cache"),
         "block_auto_adjust_ff_dim": False,
         "layer_types": ["full_attention" if count else "conv" for count in heads],
@@ -698,7 +695,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         lambda keys, config: {
             **_deepseek_experts(keys),
             "num_hidden_layers": config["num_hidden_layers"] - keys.integer("nextn_predict_layers", 0, least=0),
-            "partial_rotary_factor": keys.integer("rope.dimension_count", config["head_dim"]) / config["head_dim"],
+            **_partial_rotary(keys, config),
         },
     ),
     "gemma2": Architecture(
@@ -947,39 +944,12 @@ class GgufCheckpoint:
 
 
 # `general.file_type` of llama.cpp's include/llama.h (`llama_ftype`).
-_FILE_TYPES = {
-    0: "F32",
-    1: "F16",
-    2: "Q4_0",
-    3: "Q4_1",
-    7: "Q8_0",
-    8: "Q5_0",
-    9: "Q5_1",
-    10: "Q2_K",
-    11: "Q3_K_S",
-    12: "Q3_K_M",
-    13: "Q3_K_L",
-    14: "Q4_K_S",
-    15: "Q4_K_M",
-    16: "Q5_K_S",
-    17: "Q5_K_M",
-    18: "Q6_K",
-    19: "IQ2_XXS",
-    20: "IQ2_XS",
-    21: "Q2_K_S",
-    22: "IQ3_XS",
-    23: "IQ3_XXS",
-    24: "IQ1_S",
-    25: "IQ4_NL",
-    26: "IQ3_S",
-    27: "IQ3_M",
-    28: "IQ2_S",
-    29: "IQ2_M",
-    30: "IQ4_XS",
-    31: "IQ1_M",
-    32: "BF16",
-    38: "MXFP4",
-}
+_FROM_7_ON = (
+    *("Q8_0", "Q5_0", "Q5_1", "Q2_K", "Q3_K_S", "Q3_K_M", "Q3_K_L", "Q4_K_S", "Q4_K_M", "Q5_K_S", "Q5_K_M", "Q6_K"),
+    *("IQ2_XXS", "IQ2_XS", "Q2_K_S", "IQ3_XS", "IQ3_XXS", "IQ1_S", "IQ4_NL", "IQ3_S", "IQ3_M", "IQ2_S", "IQ2_M"),
+    *("IQ4_XS", "IQ1_M", "BF16"),
+)
+_FILE_TYPES = {0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", **dict(enumerate(_FROM_7_ON, 7)), 38: "MXFP4"}
 _SIZE_LABEL = re.compile(r"(?:\d{1,3}x)?\d{1,4}(?:\.\d{1,3})?[KMBT](?:-A\d{1,4}(?:\.\d{1,3})?[KMBT])?")
 
 
@@ -1024,12 +994,9 @@ def _architecture(path: Path, arch: object) -> Architecture:
 
 
 def is_head(model: GgufModel) -> bool:
-    """Whether the file has a head instead of a model."""
-    return model.metadata.get("general.architecture") in HEADS or has_mtp_alone(model)
-
-
-def has_mtp_alone(model: GgufModel) -> bool:
-    """Whether the file has a model's MTP layer without the model's layers."""
+    """Whether the file has a head instead of a model, or a model's MTP layer without the model's layers."""
+    if model.metadata.get("general.architecture") in HEADS:
+        return True
     layers = [match for name in model.tensors if (match := _LAYER.fullmatch(name))]
     return any(each[2].startswith("nextn.") for each in layers) and all(int(each[1]) for each in layers)
 
@@ -1148,7 +1115,9 @@ def _config(keys: Keys, kind: Architecture, model: GgufModel) -> Config:
         "mlp_bias": "blk.0.ffn_up.bias" in names,
         "use_qk_norm": "blk.0.attn_q_norm.weight" in names,
         "torch_dtype": "bfloat16",
-        **{f"{kind}_token_id": _token_id(model.metadata, name) for kind, name in _TOKENS.items()},
+        "bos_token_id": keys.token_id("bos"),
+        "eos_token_id": keys.token_id("eos"),
+        "pad_token_id": keys.token_id("padding"),
     }
     if not kind.differs_by_layer:
         config["intermediate_size"] = keys.integer("feed_forward_length", keys.value("expert_feed_forward_length"))
@@ -1156,15 +1125,6 @@ def _config(keys: Keys, kind: Architecture, model: GgufModel) -> Config:
     if kind.has_rope:
         config |= {"rope_theta": keys.number("rope.freq_base", 10000.0), "rope_scaling": _rope_scaling(keys, model)}
     return config | kind.differences(keys, config)
-
-
-_TOKENS = {"bos": "bos", "eos": "eos", "pad": "padding"}  # name in config.json → name in the metadata
-
-
-def _token_id(metadata: Metadata, name: str) -> int | None:
-    """None if the file names none; without the field, config.json would mean the family's default."""
-    token_id = metadata.get(f"tokenizer.ggml.{name}_token_id")
-    return token_id if isinstance(token_id, int) and not isinstance(token_id, bool) else None
 
 
 # ----------------------------------------------------------------------------------------------------------------- RoPE
