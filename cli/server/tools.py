@@ -21,7 +21,6 @@ from offspec.text.tool_calls import (
     NO_ARGUMENTS,
     Arguments,
     CallReader,
-    ForcedCallReader,
     LateCallReader,
     ToolCall,
     ToolFormat,
@@ -193,9 +192,9 @@ class CalledTools:
     def __init__(self, tools: Tools, form: ToolFormat, *, are_bound: bool) -> None:
         """are_bound: whether a constraint makes calls what they have to be."""
         self._reader = form.reader(tools.names)
-        self._streamed: CallReader | ForcedCallReader | LateCallReader = self._reader
+        self._streamed: CallReader | LateCallReader = self._reader
         if are_bound:
-            self._streamed = LateCallReader(form) if tools.choice == "auto" else ForcedCallReader()
+            self._streamed = LateCallReader(form if tools.choice == "auto" else None)
         self.num_calls = 0
 
     def whole(self, text: str) -> Json:

@@ -27,11 +27,10 @@ LLAMA = '"parameters": dictionary of argument name'  # how the templates of Llam
 OTHER_STYLES = ("<function=", "<arg_key>", "[ARGS]", "[CALL_ID]")  # Qwen3-Coder's, GLM's, Mistral's of 2025
 KNOWN = "Hermes and Qwen (<tool_call>), Llama 3.x (JSON) and Mistral ([TOOL_CALLS])"
 BETWEEN = re.compile(rf"(?:[\s;,]|{OPEN}|{CLOSE})*")  # calls of one text
-FORCED_HEAD = re.compile(r'\{"name": ("(?:[^"\\]|\\.)*"), "(?:arguments|parameters)": ')  # as constraints write it
 NEWLINE = "\n"
 NAME_KEY = '{"name": '
 GAP = r"/[ \n]{0,2}/"  # between a marker and a call, where the model chooses
-LATE_HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+CALL_HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -233,51 +232,18 @@ class CallReader:
         return calls or None
 
 
-class ForcedCallReader:
-    """Finds calls in an answer that a constraint makes calls and nothing else: their arguments as they come.
-
-    A limit may cut the last one. Text before the first call is held back, and is text if no call follows.
-    """
-
-    def __init__(self) -> None:
-        self._held = ""
-        self._has_calls = False
-        self._arguments: ObjectScanner | None = None  # of the call that began last
-
-    def push(self, text: str, *, is_end: bool) -> list[str | CallStart | Arguments]:
-        """What is certain now, in order."""
-        self._held += text
-        parts = list[str | CallStart | Arguments]()
-        while self._held:
-            if self._arguments is None:
-                if (head := FORCED_HEAD.search(self._held)) is None:
-                    break
-                parts.append(CallStart(json.loads(head[1])))
-                self._held, self._has_calls = self._held[head.end() :], True
-                self._arguments = ObjectScanner()
-                continue
-            size = self._arguments.num_inside(self._held)
-            parts += [Arguments(self._held[:size])] if size else []
-            self._held = self._held[size:]
-            if self._arguments.is_over:
-                self._arguments = None
-        if is_end and not self._has_calls and self._held:
-            parts.append(self._held)
-        return parts
-
-
 class LateCallReader:
     """Finds calls in an answer that a constraint binds from each call's beginning on: their arguments as they come.
 
     Texts and calls are those of `CallReader`, but for a call that a limit cuts within its arguments.
     """
 
-    def __init__(self, form: ToolFormat) -> None:
-        self._style, self._marker = form.style, form.marker.strip()
+    def __init__(self, form: ToolFormat | None) -> None:
+        """form: None for an answer that a constraint makes calls and nothing else."""
+        self._style, self._marker = (form.style, form.marker.strip()) if form is not None else ("", "")
         self._held = ""
-        self._read: Callable[[bool], list[str | CallStart | Arguments]] = self._text
-        if form.style == "llama":
-            self._read = self._start
+        readers = {"": self._head, "llama": self._start}
+        self._read: Callable[[bool], list[str | CallStart | Arguments]] = readers.get(self._style, self._text)
         self._arguments = ObjectScanner()
         self._has_calls = False
 
@@ -316,7 +282,7 @@ class LateCallReader:
 
     def _head(self, is_end: bool) -> list[str | CallStart | Arguments]:
         """A call up to its arguments. What a limit cuts here is text."""
-        if (head := LATE_HEAD.search(self._held)) is None:
+        if (head := CALL_HEAD.search(self._held)) is None:
             return self._said(len(self._held)) if is_end else []
         self._held, self._has_calls = self._held[head.end() :], True
         self._read, self._arguments = self._inside, ObjectScanner()
@@ -333,7 +299,7 @@ class LateCallReader:
         """What ends a call: a tag before text, or another call, or nothing."""
         if self._style == "hermes" and CLOSE in self._held:
             self._held, self._read = self._held.partition(CLOSE)[2], self._text
-        elif self._style != "hermes" and LATE_HEAD.search(self._held):
+        elif self._style != "hermes" and CALL_HEAD.search(self._held):
             self._read = self._head
         return []
 

@@ -25,7 +25,6 @@ from offspec.text.tool_calls import (
     OPEN,
     Arguments,
     CallStart,
-    ForcedCallReader,
     LateCallReader,
     ToolCall,
     ToolFormat,
@@ -260,7 +259,7 @@ def test_forced_calls_come_in_parts(tags: tuple[str, str]) -> None:
     ]
     text = "\n".join(tags[0] + call + tags[1] for call in calls)
     for size in (1, 5, 1000):
-        reader, names, arguments, num_parts = ForcedCallReader(), list[str](), ["", ""], 0
+        reader, names, arguments, num_parts = LateCallReader(None), list[str](), ["", ""], 0
         for part, is_end in cut(text, size):
             for piece in reader.push(part, is_end=is_end):
                 if isinstance(piece, CallStart):
