@@ -48,8 +48,9 @@ class Marker:
         """token_bytes: the bytes of each token that stands for text."""
         texts = tuple(text.encode() for text in trigger.texts)
         may_begin = np.zeros(vocab_size, dtype=np.bool_)
-        begins = [token for token, content in token_bytes.items() if token < vocab_size and _begins_any(content, texts)]
-        may_begin[begins] = True
+        for token, content in token_bytes.items():
+            if token < vocab_size and any(text[:1] in content for text in texts):
+                may_begin[token] = any(text in content or _num_begun(content, text) > 0 for text in texts)
         if trigger.token is not None:
             may_begin[trigger.token] = True
         ends = tuple({text[size:] for text in texts for size in range(1, len(text))})
@@ -106,10 +107,6 @@ def _num_begun(content: bytes, text: bytes) -> int:
     """How many bytes at the end of `content` may be the first of `text`, which it does not have whole."""
     most = min(len(text) - 1, len(content))
     return next((size for size in range(most, 0, -1) if content.endswith(text[:size])), 0)
-
-
-def _begins_any(content: bytes, texts: Sequence[bytes]) -> bool:
-    return any(text[:1] in content and (text in content or _num_begun(content, text) > 0) for text in texts)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ checksum, so the index is built again if a text changes or the file is damaged.
 from __future__ import annotations
 
 import codecs
-import errno
 import hashlib
 import io
 import os
@@ -171,19 +170,9 @@ def _text_blocks(file: Path) -> Iterator[bytes]:
     except UnicodeDecodeError as exc:
         raise UsageError(f"lookup file {file} is not UTF-8 text; convert it, or omit it") from exc
     except OSError as exc:
-        raise _unreadable(file, exc) from exc
+        raise UsageError(f"lookup file {file} cannot be read ({exc.strerror or exc}); give a text file") from exc
     if is_empty:
         raise UsageError(f"lookup file {file} is empty; omit it")
-
-
-def _unreadable(file: Path, exc: OSError) -> UsageError:
-    if isinstance(exc, FileNotFoundError):
-        return UsageError(f"lookup file {file} does not exist; check the path")
-    if isinstance(exc, IsADirectoryError):
-        return UsageError(f"lookup file {file} is a folder; give the text files in it")
-    if exc.errno == errno.EINVAL:  # of `open_regular`
-        return UsageError(f"lookup file {file} cannot be read ({exc.strerror}); give text files")
-    return UsageError(f"lookup file {file} cannot be read ({exc.strerror or exc}); check its permissions")
 
 
 def _opened(file: Path, files: Sequence[Path], tokenizer: Tokenizer) -> FileIndex | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from operator import index
-from typing import Any, TypeGuard
+from typing import Any, cast
 
 from ..errors import UsageError
 from .context_limit import ContextLimit
@@ -23,20 +23,12 @@ def encode_prompt(tokenizer: Tokenizer, prompt: Prompt, limit: ContextLimit) -> 
     if isinstance(prompt, str):
         tokenizer.check_length(prompt, limit)
         ids = tokenizer.encode(prompt)
-    elif _is_chat(prompt):
-        ids = tokenizer.encode_chat(prompt, limit)
-    elif _is_ids(prompt):
-        ids = [index(token) for token in prompt]
+    elif len(prompt) > 0 and all(isinstance(part, Mapping) for part in prompt):
+        ids = tokenizer.encode_chat(cast(Sequence[Message], prompt), limit)
+    elif all(hasattr(part, "__index__") for part in prompt):  # includes numpy's integers, excludes floats
+        ids = [index(token) for token in cast(Sequence[int], prompt)]
     else:
         raise UsageError("a prompt must be a text, a list of token ids, or a list of messages (role, content)")
     if not ids:
         raise UsageError("the prompt is empty; give at least one token")
     return ids
-
-
-def _is_chat(prompt: Sequence[int] | Sequence[Message]) -> TypeGuard[Sequence[Message]]:
-    return len(prompt) > 0 and all(isinstance(part, Mapping) for part in prompt)
-
-
-def _is_ids(prompt: Sequence[int] | Sequence[Message]) -> TypeGuard[Sequence[int]]:
-    return all(hasattr(part, "__index__") for part in prompt)  # includes numpy's integers, excludes floats

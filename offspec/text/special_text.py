@@ -79,6 +79,9 @@ class SpecialText:
         }
         named = {i for i, content in markup.items() if content in template or content in parts}
         self._ids, self._ids_in_replies = frozenset(flagged | named), frozenset(flagged)
+        self._sorted = sorted(self._added[token_id].content for token_id in self._ids)
+        self._reversed = sorted(content[::-1] for content in self._sorted)
+        self._longest = max(map(len, self._sorted), default=0)
 
     def hide(self, messages: Sequence[Mapping[str, Any]]) -> HiddenChat:
         """The messages for the template. Values other than texts, such as calls of tools, may contain texts."""
@@ -137,18 +140,13 @@ class SpecialText:
 
     def _is_completed(self, part: str, others: list[str], *, at_end: bool) -> bool:
         """Whether a neighbour may complete `part` (at a text's end, or its start) to a special token."""
-        for content in self._contents:
-            if at_end and content.startswith(part):
-                rest = content[len(part) :]
-                is_part = any(other.startswith(rest) for other in others)
-            elif not at_end and content.endswith(part):
-                rest = content[: -len(part)]
-                is_part = any(other.endswith(rest) for other in others)
-            else:
-                continue
-            if rest and (is_part or rest in self._template_without):
-                return True
-        return False
+        if at_end:
+            rests, joins = [each.removeprefix(part) for each in self._sorted if each.startswith(part)], str.startswith
+        else:
+            rests, joins = [each.removesuffix(part) for each in self._sorted if each.endswith(part)], str.endswith
+        return any(
+            rest in self._template_without or any(joins(other, rest) for other in others) for rest in rests if rest
+        )
 
     def encode(self, text: str, texts: Mapping[str, str], at: int = 0) -> EncodedText:
         """Encode a rendered text of hidden messages.
@@ -241,10 +239,6 @@ class SpecialText:
         return {new: old for new, old in ids.items() if new is not None}
 
     @cached_property
-    def _contents(self) -> list[str]:
-        return [self._added[token_id].content for token_id in self._ids]
-
-    @cached_property
     def _template_without(self) -> str:
         """The template's source without its special tokens."""
         rest, done = list[str](), 0
@@ -252,19 +246,6 @@ class SpecialText:
             rest.append(self._template[done:start])
             done = end
         return "\n".join([*rest, self._template[done:]])
-
-    @cached_property
-    def _longest(self) -> int:
-        return max(map(len, self._contents), default=0)
-
-    @cached_property
-    def _sorted(self) -> list[str]:
-        return sorted(self._contents)
-
-    @cached_property
-    def _reversed(self) -> list[str]:
-        """The reversed contents, sorted."""
-        return sorted(content[::-1] for content in self._contents)
 
 
 def _begins(contents: Sequence[str], part: str) -> bool:
