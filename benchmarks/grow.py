@@ -40,7 +40,7 @@ from torch import Tensor
 
 from offspec import builtin
 from offspec.checkpoints.exit_layers import ExitFile, save
-from offspec.checkpoints.hf_names import in_hf_names
+from offspec.checkpoints.language_model import language_model
 from offspec.checkpoints.opening import ModelFiles
 from offspec.errors import OffspecError, UsageError
 from offspec.loaders.convert import read_whole
@@ -105,7 +105,7 @@ def grow(
     Raises UsageError if the shape cannot contain the model or `target` has other content, CheckpointError for an
     unreadable source, StorageError if the disk is full (repeat the call to resume).
     """
-    checkpoint = in_hf_names(open_checkpoint(source))
+    checkpoint = language_model(open_checkpoint(source))
     layout = Layout(read_config(checkpoint.config), shape)
     config = _config(checkpoint.config, layout)
     big, small = read_config(config), _load(checkpoint)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 import tempfile
 import time
@@ -10,6 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
+
+from safetensors import SafetensorError
 
 from offspec.loaders.files.file_locks import has_name, try_lock
 from offspec.loaders.files.os_errors import cannot_write
@@ -83,6 +86,20 @@ def writing_whole(path: Path, refusal: str) -> Iterator[IO[bytes]]:
         finally:
             with suppress(OSError):
                 part.unlink()
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A folder to fill: it becomes `path` when the body ends, and only then. Raises StorageError."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        unfinished.mkdir(parents=True, exist_ok=True)
+        yield unfinished
+        unfinished.rename(path)
+    except (OSError, SafetensorError) as exc:
+        raise StorageError(f"{path} cannot be written: {exc}; choose another folder (`out`)") from exc
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def check_writable(path: Path) -> None:

@@ -26,7 +26,6 @@ from ..model.names import LAYER_PREFIX, in_layer, split_name
 from ..named_models import named_path
 from .experts import with_experts
 from .gguf_mixtures import MIXTURES
-from .hf_names import in_hf_names
 from .imatrix import read_importances
 from .language_model import language_model
 
@@ -45,7 +44,7 @@ def convert(
     Raises UsageError, CheckpointError (the source), StorageError (the target; repeat the call to resume).
     """
     params = params or ConvertParams()
-    understand = _language_model if params.format == "keep" else without_blanks
+    understand = language_model if params.format == "keep" else without_blanks
     name = fspath(source)
     return convert_layers(
         named_path(name) or resolve(name, revision),
@@ -81,11 +80,6 @@ def _packers(params: ConvertParams, checkpoint: Checkpoint) -> PackerOf:
     return packer_of
 
 
-def _language_model(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint under Hugging Face's names; of a multimodal model, the language model only."""
-    return language_model(in_hf_names(checkpoint))
-
-
 def _kept(checkpoint: Checkpoint) -> Collection[str]:
     """The tensors of MTP layers, which in 4 bits accept little, and small matrices that choose and weigh experts."""
     config = _config(checkpoint)
@@ -108,8 +102,8 @@ def _config(checkpoint: Checkpoint) -> ModelConfig | None:
 
 
 def without_blanks(checkpoint: Checkpoint) -> Checkpoint:
-    """`_language_model` by expert, without blank tensors, which have no place in a plain checkpoint."""
-    named = _language_model(checkpoint)
+    """`language_model` by expert, without blank tensors, which have no place in a plain checkpoint."""
+    named = language_model(checkpoint)
     config = _config(named)
     if config is None:
         return named

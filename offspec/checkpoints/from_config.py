@@ -29,7 +29,7 @@ def stored_from_config(config: ModelConfig, form: str) -> StoredModel:
             return lambda name, shape: MIXTURES[form].type_of(config, name, shape, layer)
         return lambda name, shape: outside if layer is None else form
 
-    model = StoredModel(_layers(config, of_layer), _Layer(of_layer(None), config.shared_shapes()).weights(""))
+    model = StoredModel(_layers(config, of_layer), _weights(of_layer(None), config.shared_shapes()))
     return model if config.experts is None else model.by_expert()
 
 
@@ -40,33 +40,29 @@ def layers_from_config(config: ModelConfig, form: str) -> list[StoredUnit]:
 
 def weights_from_shapes(shapes: Mapping[str, tuple[int, ...]], form: str) -> dict[str, StoredWeight]:
     """Weights of these names and shapes in a format, of PLAN_FORMATS."""
-    return _Layer(lambda name, shape: form, shapes).weights("")
+    return _weights(lambda name, shape: form, shapes)
 
 
 def _layers(config: ModelConfig, form_in: Callable[[int], FormOf]) -> list[StoredUnit]:
     return [
-        StoredUnit(_Layer(form_in(i), layer_shapes(config, i)).weights(f"{config.layer_prefix}{i}."))
+        StoredUnit(_weights(form_in(i), layer_shapes(config, i), f"{config.layer_prefix}{i}."))
         for i in range(config.num_layers)
     ]
 
 
-class _Layer:
-    """Lays out weights one after another in an imaginary file."""
+def _weights(form_of: FormOf, shapes: Mapping[str, tuple[int, ...]], prefix: str = "") -> dict[str, StoredWeight]:
+    """Weights one after another in an imaginary file."""
+    weights, end = dict[str, StoredWeight](), 0
 
-    def __init__(self, form_of: FormOf, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        self._form_of, self._shapes, self._end = form_of, shapes, 0
-
-    def weights(self, prefix: str) -> dict[str, StoredWeight]:
-        weights = dict[str, StoredWeight]()
-        for name, shape in self._shapes.items():
-            form = self._form_of(name, shape)
-            weight = format_named(form).sized(form, prefix + name, shape, self._allocate)
-            assert weight is not None, "each of PLAN_FORMATS implements `sized`"
-            weights[name] = weight
-        return weights
-
-    def _allocate(self, name: str, dtype: str, shape: tuple[int, ...]) -> TensorInfo:
-        nbytes = math.prod(shape) * DTYPE_BYTES[dtype]
-        info = TensorInfo(name, dtype, shape, Path(name.split(".")[0]), self._end, nbytes)
-        self._end += nbytes
+    def allocate(name: str, dtype: str, shape: tuple[int, ...]) -> TensorInfo:
+        nonlocal end
+        info = TensorInfo(name, dtype, shape, Path(name.split(".")[0]), end, math.prod(shape) * DTYPE_BYTES[dtype])
+        end += info.nbytes
         return info
+
+    for name, shape in shapes.items():
+        form = form_of(name, shape)
+        weight = format_named(form).sized(form, prefix + name, shape, allocate)
+        assert weight is not None, "each of PLAN_FORMATS implements `sized`"
+        weights[name] = weight
+    return weights

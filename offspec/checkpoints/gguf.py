@@ -32,7 +32,8 @@ from offspec.loaders.files.gguf_file import GgufModel, Metadata, read_metadata
 
 from ..model.config_values import MAX_LAYERS
 from ..model.names import EMBEDDING, FINAL_NORM, HEAD, INPUT_NORM, INPUT_PROJECTION, INPUT_TABLE, in_layer
-from ..text.gguf_tokenizer import tokenizer_json
+from ..text.gguf_tokenizer import read_gguf
+from ..text.tokenizer_files import as_files
 
 MOST_ROPE_NUMBERS = 4096  # half a head's dimensions; models have 64
 ATTENTION_FACTOR = "rope.scaling.attn_factor"
@@ -935,7 +936,7 @@ class GgufCheckpoint:
 
     def companions(self) -> dict[str, bytes]:
         """The tokenizer and the sampling, as the files of a folder. Raises TokenizerError, UnsupportedModelError."""
-        files = tokenizer_json(read_metadata(self.tokenizer_path), self.tokenizer_path)
+        files = as_files(*read_gguf(read_metadata(self.tokenizer_path), self.tokenizer_path))
         config = {**json.loads(files.get("generation_config.json", "{}")), **self.generation_config}
         return {**files, "generation_config.json": as_config_json(config)} if config else files
 

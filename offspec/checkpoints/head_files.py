@@ -8,16 +8,14 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -37,7 +35,7 @@ from offspec.loaders.formats import StoredWeight, WeightFormat, formats_in, stor
 from offspec.loaders.streaming.stored_model import StoredUnit
 from offspec.loaders.streaming.tiers import load_layer
 
-from ..errors import CheckpointError, MissingWeightsError, StorageError, UnsupportedModelError, UsageError
+from ..errors import CheckpointError, MissingWeightsError, UnsupportedModelError, UsageError
 from ..methods import research
 from ..model.config import ModelConfig
 from ..model.config_values import Json, mapping
@@ -52,6 +50,7 @@ from ..model.heads.mlp import mlp_name, mlp_spec
 from ..model.heads.mtp import PREFIX as MTP_PREFIX
 from ..model.heads.mtp import mtp_name, mtp_spec, num_promised
 from . import gguf, mistral
+from .atomic_files import new_folder
 from .exit_layers import data_file, has_weights, refuse_foreign
 from .experts import by_expert
 from .from_config import weights_from_shapes
@@ -70,17 +69,77 @@ Shapes = Mapping[str, tuple[int, ...]]
 Listed = Mapping[str, TensorInfo | Tensor]  # of a pickle, without contents
 
 
-class HeadTensors(Protocol):
-    """A head's tensors by the head's names, checked for consistency; none is in memory."""
+@dataclass(frozen=True)
+class StoredTensors:
+    """A head's tensors in a container, in any weight format, by the head's names; none is in memory.
+
+    tables: of integers, in safetensors.
+    """
+
+    weights: Mapping[str, StoredWeight]
+    tables: Mapping[str, TensorInfo]
 
     @property
-    def shapes(self) -> Shapes: ...
+    def shapes(self) -> Shapes:
+        stored: list[Mapping[str, StoredWeight | TensorInfo]] = [self.weights, self.tables]
+        return {inner: each.shape for part in stored for inner, each in part.items()}
+
+    @property
+    def bits(self) -> float:
+        """Bits per number of its layers' matrices, the smallest."""
+        matrices = [each for inner, each in self.weights.items() if inner.startswith(LAYERS) and len(each.shape) > 1]
+        sizes = (8 * sum(info.nbytes for info in each.streamed) / math.prod(each.shape) for each in matrices)
+        return min(sizes, default=16.0)
 
     def nbytes(self, dtype: torch.dtype) -> int:
         """Bytes of the loaded tensors, to compute with in `dtype`."""
+        return StoredUnit(self.weights).cost(dtype).resident_bytes + sum(info.nbytes for info in self.tables.values())
 
     def load(self, dtype: torch.dtype, device: torch.device) -> dict[str, Weight]:
         """Tables of integers keep their dtype. Raises CheckpointError."""
+        weights = {inner: each.to(device) for inner, each in self.weights.items()}
+        loaded = load_layer(StoredUnit(weights), dtype, device)
+        for inner, info in self.tables.items():
+            if info.dtype not in INTEGERS:
+                raise _wrong_type(info.path, info.name, info.dtype)
+            with reading(info.path):
+                numbers = np.fromfile(info.path, INTEGERS[info.dtype], math.prod(info.shape), offset=info.offset)
+            table = torch.from_numpy(numbers.astype(np.int64)).view(info.shape).to(device)
+            # A table has what is added to a column's number to get a token; GGUF files have the tokens.
+            loaded[inner] = table - torch.arange(len(table), device=device) if is_gguf(info.path) else table
+        return loaded
+
+
+@dataclass(frozen=True)
+class PickledTensors:
+    """A head's tensors in a pickle. names: the head's → those in the file."""
+
+    file: Path
+    names: Mapping[str, str]
+    shapes: Shapes
+
+    def nbytes(self, dtype: torch.dtype) -> int:
+        return sum(math.prod(shape) for shape in self.shapes.values()) * dtype.itemsize
+
+    def load(self, dtype: torch.dtype, device: torch.device) -> dict[str, Weight]:
+        read, loaded = read_pickle(self.file, "cpu"), dict[str, Weight]()
+        for inner, name in self.names.items():
+            tensor, is_table = read[name], inner in TABLES
+            is_plain = tensor.layout == torch.strided and not tensor.is_complex()
+            if not is_plain or tensor.is_floating_point() == is_table:
+                raise _wrong_type(self.file, name, str(tensor.dtype))
+            loaded[inner] = tensor.to(device, tensor.dtype if is_table else dtype, copy=True)
+        return loaded
+
+
+HeadTensors = StoredTensors | PickledTensors
+
+
+def _wrong_type(file: Path, name: str, dtype: str) -> CheckpointError:
+    return CheckpointError(
+        f"{file}: tensor {show(name)} has numbers of a wrong type ({dtype}); use a head that is not quantised, or "
+        "download it again"
+    )
 
 
 @dataclass(frozen=True)
@@ -157,71 +216,6 @@ class HeadFiles:
             if not isinstance(weight, Tensor) and (inner in ROW_TABLES or not (packed and self.spec.takes_packed)):
                 weights[inner] = dense(weight, dtype)
         return weights
-
-
-@dataclass(frozen=True)
-class StoredTensors:
-    """A head's tensors in a container, in any weight format. tables: of integers, in safetensors."""
-
-    weights: Mapping[str, StoredWeight]
-    tables: Mapping[str, TensorInfo]
-
-    @property
-    def shapes(self) -> Shapes:
-        stored: list[Mapping[str, StoredWeight | TensorInfo]] = [self.weights, self.tables]
-        return {inner: each.shape for part in stored for inner, each in part.items()}
-
-    @property
-    def bits(self) -> float:
-        """Bits per number of its layers' matrices, the smallest."""
-        matrices = [each for inner, each in self.weights.items() if inner.startswith(LAYERS) and len(each.shape) > 1]
-        sizes = (8 * sum(info.nbytes for info in each.streamed) / math.prod(each.shape) for each in matrices)
-        return min(sizes, default=16.0)
-
-    def nbytes(self, dtype: torch.dtype) -> int:
-        return StoredUnit(self.weights).cost(dtype).resident_bytes + sum(info.nbytes for info in self.tables.values())
-
-    def load(self, dtype: torch.dtype, device: torch.device) -> dict[str, Weight]:
-        weights = {inner: each.to(device) for inner, each in self.weights.items()}
-        loaded = load_layer(StoredUnit(weights), dtype, device)
-        for inner, info in self.tables.items():
-            if info.dtype not in INTEGERS:
-                raise _wrong_type(info.path, info.name, info.dtype)
-            with reading(info.path):
-                numbers = np.fromfile(info.path, INTEGERS[info.dtype], math.prod(info.shape), offset=info.offset)
-            table = torch.from_numpy(numbers.astype(np.int64)).view(info.shape).to(device)
-            # A table has what is added to a column's number to get a token; GGUF files have the tokens.
-            loaded[inner] = table - torch.arange(len(table), device=device) if is_gguf(info.path) else table
-        return loaded
-
-
-@dataclass(frozen=True)
-class PickledTensors:
-    """A head's tensors in a pickle. names: the head's → those in the file."""
-
-    file: Path
-    names: Mapping[str, str]
-    shapes: Shapes
-
-    def nbytes(self, dtype: torch.dtype) -> int:
-        return sum(math.prod(shape) for shape in self.shapes.values()) * dtype.itemsize
-
-    def load(self, dtype: torch.dtype, device: torch.device) -> dict[str, Weight]:
-        read, loaded = read_pickle(self.file, "cpu"), dict[str, Weight]()
-        for inner, name in self.names.items():
-            tensor, is_table = read[name], inner in TABLES
-            is_plain = tensor.layout == torch.strided and not tensor.is_complex()
-            if not is_plain or tensor.is_floating_point() == is_table:
-                raise _wrong_type(self.file, name, str(tensor.dtype))
-            loaded[inner] = tensor.to(device, tensor.dtype if is_table else dtype, copy=True)
-        return loaded
-
-
-def _wrong_type(file: Path, name: str, dtype: str) -> CheckpointError:
-    return CheckpointError(
-        f"{file}: tensor {show(name)} has numbers of a wrong type ({dtype}); use a head that is not quantised, or "
-        "download it again"
-    )
 
 
 @dataclass(frozen=True)
@@ -457,14 +451,7 @@ def _spec(
 
 def write_head(path: Path, config: Mapping[str, object], tensors: Mapping[str, Tensor]) -> None:
     """Write a head as a folder, whole or not at all. Raises StorageError."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        unfinished.mkdir(parents=True, exist_ok=True)
-        save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, unfinished / SINGLE_FILE)
+    with new_folder(path) as folder:
+        save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, folder / SINGLE_FILE)
         text = json.dumps(config, indent=2, sort_keys=True) + "\n"
-        (unfinished / CONFIG_FILE).write_text(text, encoding="utf-8")
-        unfinished.rename(path)
-    except (OSError, SafetensorError) as exc:
-        raise StorageError(f"{path} cannot be written: {exc}; choose another folder (`out`)") from exc
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        (folder / CONFIG_FILE).write_text(text, encoding="utf-8")

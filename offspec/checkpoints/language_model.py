@@ -1,4 +1,4 @@
-"""The language model in a checkpoint: its tensors, under the usual names of a pure language model.
+"""The language model in a checkpoint of any container: its tensors, under Hugging Face's names of such a model alone.
 
 A multimodal checkpoint has tensors of other models, too. Some families are written under two names.
 """
@@ -10,9 +10,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from offspec.loaders.files.checkpoint import Checkpoint, CheckpointView, TensorInfo, fault, show
+from offspec.loaders.registry import named
 
 from ..model.config import is_multimodal, text_config
 
+# Checkpoints of containers with names of their own, by class → what gives them Hugging Face's.
+TRANSLATIONS = {"GgufModel": "gguf.translated", "MistralCheckpoint": "mistral.translated"}
 # A multimodal checkpoint's prefixes → a language model's. transformers writes the first two; the third is in memory.
 BEGINNINGS = {
     r"^language_model\.model\.": "model.",
@@ -40,8 +43,11 @@ OTHER_MODULES = ("vision_tower", "multi_modal_projector", "visual", "audio_tower
 def language_model(checkpoint: Checkpoint) -> Checkpoint:
     """The part of a checkpoint that is loaded: all of it, or of a multimodal model the language model.
 
-    Raises CheckpointError if config.json does not describe the language model, or a tensor has two names.
+    Raises CheckpointError if config.json does not describe the language model, or a tensor has two names;
+    UnsupportedModelError for a model in another layout that is not supported.
     """
+    if translated := TRANSLATIONS.get(type(checkpoint).__name__):
+        checkpoint = named(__package__, translated)(checkpoint)
     if is_multimodal(checkpoint.config):
         note = (
             f"{checkpoint.path.name} is a multimodal model; offspec loads its language model only and reads no images"

@@ -20,7 +20,8 @@ from ..errors import CheckpointError, UnsupportedModelError
 from ..model.config_values import Json, mapping, number_in, number_of_layers, positive, positive_number
 from ..model.names import EMBEDDING, FINAL_NORM, HEAD, in_layer
 from ..model.rope_config import FULL, ORIGINAL_CONTEXT, SLIDING
-from ..text.tekken import tekken_as_files
+from ..text.tekken import read_tekken
+from ..text.tokenizer_files import as_files
 
 EAGLE_FC = "fc.weight"  # of a head, in place of a model
 _SHARED = {
@@ -69,7 +70,7 @@ class TranslatedMistral(CheckpointView):
         """The tokenizer in Hugging Face's files, too. Raises TokenizerError."""
         files, tokenizer = dict(self.whole.companions()), self.tokenizer_path
         if tokenizer is not None and tokenizer.name == TEKKEN_FILE:
-            files.update(tekken_as_files(tokenizer))
+            files.update(as_files(*read_tekken(tokenizer)))
         return files
 
 

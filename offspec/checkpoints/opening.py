@@ -40,7 +40,6 @@ from ..named_models import MODEL_NAMES, likely_name, named_path
 from ..user_folders import expand_home
 from .experts import with_experts
 from .from_config import stored_from_config
-from .hf_names import in_hf_names
 from .language_model import language_model
 from .transformers_models import read_foreign_config
 
@@ -79,7 +78,7 @@ class ModelFiles:
         cls, path: Path, dtype: str, device_type: str, notes: list[Note], *, headers_only: bool = False
     ) -> ModelFiles:
         """Read headers. dtype: auto, bf16, fp16 or fp32; notes get auto's choice. Raises a subclass of OffspecError."""
-        checkpoint = language_model(in_hf_names(open_checkpoint(path, headers_only=headers_only)))
+        checkpoint = language_model(open_checkpoint(path, headers_only=headers_only))
         notes += [Note(text) for text in (*checkpoint.notes, *format_notes(checkpoint))]
         config = _with_stored_kernels(_config(path, checkpoint.config, checkpoint, notes), checkpoint)
         checkpoint, config = with_experts(checkpoint, config)
@@ -125,7 +124,7 @@ class ModelFiles:
                 return cls.open(path, dtype, device_type, notes, headers_only=True)
             except MissingWeightsError:
                 why = "weights are missing"
-        checkpoint = language_model(in_hf_names(open_config(path)))
+        checkpoint = language_model(open_config(path))
         notes += [Note(text) for text in checkpoint.notes]
         made = cls.of_config(checkpoint, form, dtype, device_type, notes)
         as_form = form or plan_form(checkpoint.config)

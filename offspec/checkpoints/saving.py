@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from offspec.loaders.files.checkpoint import Checkpoint, as_config_json
 
-from ..errors import StorageError
+from .atomic_files import new_folder
 from .opening import ModelFiles
 
 DTYPES = {"F16": torch.float16, "F32": torch.float32}  # by safetensors' names; others are written as bf16
@@ -40,17 +37,10 @@ class NewCheckpoint:
 
     def write(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
         """Write the folder whole or not at all; it must not exist. Raises StorageError, CheckpointError."""
-        unfinished = folder.with_name(f".{folder.name}.{os.getpid()}")
-        try:
-            unfinished.mkdir(parents=True)
+        with new_folder(folder) as unfinished:
             for name, source in self.source.companions().items():
                 (unfinished / name).parent.mkdir(exist_ok=True)
                 (unfinished / name).write_bytes(source if isinstance(source, bytes) else source.read_bytes())
             (unfinished / "config.json").write_bytes(as_config_json(self.config))
             weights = {name: tensor.to(self.dtype).contiguous() for name, tensor in tensors.items()}
             save_file(weights, unfinished / "model.safetensors", {"format": "pt"})
-            unfinished.rename(folder)
-        except (OSError, SafetensorError) as exc:
-            raise StorageError(f"{folder} cannot be written: {exc}; choose another folder (`out`)") from exc
-        finally:
-            shutil.rmtree(unfinished, ignore_errors=True)

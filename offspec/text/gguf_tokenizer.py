@@ -18,7 +18,7 @@ from offspec.loaders.files.checkpoint import show
 from ..errors import UnsupportedModelError
 from .gguf_pretokenizers import WORD_RULES
 from .gguf_tokens import ADDED_KINDS, REMEDY, GgufTokens, Metadata, TokenKind, is_utf8, read_tokens
-from .tokenizer_files import MOST_ADDED_CHARACTERS, TokenizerSettings, as_files, library_errors, put_bos_first
+from .tokenizer_files import MOST_ADDED_CHARACTERS, TokenizerSettings, library_errors, put_bos_first
 
 MOST_MERGES = 2**21  # Gemma's vocabulary has 0.6 million
 _SPACE = "▁"
@@ -74,11 +74,6 @@ def read_gguf(values: Mapping[str, Any], path: Path) -> tuple[tokenizers.Tokeniz
         )
         put_bos_first(backend, settings)
         return backend, settings
-
-
-def tokenizer_json(values: Mapping[str, Any], path: Path) -> dict[str, bytes]:
-    """The tokenizer as the files of a checkpoint folder: name → content. Raises the errors of `read_gguf`."""
-    return as_files(*read_gguf(values, path))
 
 
 def _byte_level(metadata: Metadata, tokens: GgufTokens) -> tuple[tokenizers.Tokenizer, bool]:

@@ -21,7 +21,6 @@ from .token_bytes import byte_alphabet
 from .tokenizer_files import (
     MOST_ADDED_CHARACTERS,
     TokenizerSettings,
-    as_files,
     library_errors,
     put_bos_first,
     read_chat_template,
@@ -66,11 +65,6 @@ def read_tekken(file: Path) -> tuple[tokenizers.Tokenizer, TokenizerSettings]:
         )
         put_bos_first(backend, settings)
     return backend, settings
-
-
-def tekken_as_files(file: Path) -> dict[str, bytes]:
-    """The tokenizer as the files of a checkpoint folder: name → content. Raises TokenizerError."""
-    return as_files(*read_tekken(file))
 
 
 def _special_tokens(content: dict[str, Any], file: Path) -> list[str]:

@@ -21,8 +21,9 @@ from offspec.errors import TokenizerError, UnsupportedModelError
 from offspec.loaders.params import ConvertParams
 from offspec.text import gguf_tokenizer
 from offspec.text.gguf_pretokenizers import WORD_RULES
-from offspec.text.gguf_tokenizer import tokenizer_json
+from offspec.text.gguf_tokenizer import read_gguf
 from offspec.text.tokenizer import Tokenizer, check_vocabularies
+from offspec.text.tokenizer_files import as_files
 
 from ...llama_cpp import LlamaCpp
 from ...loaders.gguf_writing import write_gguf
@@ -248,7 +249,7 @@ def metadata_of(kind: str) -> dict[str, Any]:
 def test_what_is_written_of_a_tokenizer_is_read_as_the_same(kind: str, tmp_path: Path) -> None:
     metadata = metadata_of(kind)
     source = Tokenizer.from_gguf(metadata, Path("a.gguf"))
-    for name, content in tokenizer_json(metadata, Path("a.gguf")).items():
+    for name, content in as_files(*read_gguf(metadata, Path("a.gguf"))).items():
         (tmp_path / name).write_bytes(content)
     written = Tokenizer.load(tmp_path)
     ids = [source.encode(text) for text in TEXTS]
@@ -417,7 +418,7 @@ def test_a_vocabulary_whose_tokens_all_make_each_other_is_refused(monkeypatch: p
 def test_a_vocabulary_in_gguf_is_the_one_in_tokenizer_json(tmp_path: Path) -> None:
     """Also where one writes the spaces of a token plainly and the other as sentencepiece does."""
     metadata = sentencepiece_metadata()
-    for name, content in tokenizer_json(metadata, Path("a.gguf")).items():
+    for name, content in as_files(*read_gguf(metadata, Path("a.gguf"))).items():
         (tmp_path / name).write_bytes(content.replace(b'"    "', '"▁▁▁▁"'.encode()))
     folder, file = Tokenizer.load(tmp_path), Tokenizer.from_gguf(metadata, Path("a.gguf"))
     assert folder.token_text(5) != file.token_text(5)
