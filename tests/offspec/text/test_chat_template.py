@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 from pathlib import Path
 from threading import Thread
 
@@ -19,30 +19,16 @@ from ...refusals import refused
 SIMPLE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 CHAT = [{"role": "user", "content": "the cat \ud800 😀"}]
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% for k in range(99999) %}"
+# Each has an alarm or a limit of its own: of loops, memory, numbers, filters and lists.
 ENDLESS = {
     "loops": LOOP + "{% endfor %}" * 3,
-    "a loop that writes": LOOP + "aaaaaaaa" + "{% endfor %}" * 3,
     "repeating": "{{ 'a' * 10**10 }}",
-    "repeating what is given": "{{ messages[0].content * 10**10 }}",
     "a power": "{{ 9 ** (9 ** 9) }}",
-    "center": "{{ 'a' | center(10**10) }}",
-    "ljust": "{{ 'a'.ljust(10**10) }}",
     "batch": "{{ [1] | batch(10**10, 'a') | list }}",
-    "slice": "{{ [1] | slice(10**10, 'a') | list }}",
-    "lipsum": "{{ lipsum(n=10**8) }}",
-    "wordwrap": "{{ ('a ' * 10**8) | wordwrap(1) }}",
-    "indent": "{{ ('a\n' * 10**8) | indent(10**8) }}",
     "format": "{{ '%2000000000d' % 1 }}",
-    "replace": "{% set ns = namespace(x='aa') %}"
-    "{% for i in range(99) %}{% set ns.x = ns.x.replace('a', 'aa') %}{% endfor %}",
     "doubling": "{% set ns = namespace(x='aa') %}"
     "{% for i in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}",
-    "lists of lists": "{% set ns = namespace(x=[1]) %}"
-    "{% for i in range(99) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x }}",
-    "a macro": "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(80) }}",
 }
-# The others are ended by the alarm that ends loops, too.
-DAILY = {"loops", "repeating", "a power", "batch", "format", "doubling"}
 
 
 @pytest.fixture
@@ -57,22 +43,14 @@ def ask(worker: Worker, source: str) -> dict[str, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("names", [DAILY, pytest.param(ENDLESS.keys() - DAILY, marks=pytest.mark.nightly)])
-def test_a_template_that_does_not_end_is_ended(names: Set[str], worker: Worker) -> None:
-    for name in sorted(names):
+def test_a_template_that_does_not_end_is_ended(worker: Worker) -> None:
+    for name, source in ENDLESS.items():
         try:
-            answer = ask(worker, ENDLESS[name])
+            answer = ask(worker, source)
         except TokenizerError as exc:
             answer = {"error": str(exc)}
         assert "\n" not in answer["error"], name
         assert ask(worker, SIMPLE) == {"text": "user: the cat \ud800 😀\n"}, name
-
-
-def test_recursion_and_mistakes_are_errors_of_the_template(worker: Worker) -> None:
-    recursive = "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}"
-    assert "recursion" in ask(worker, recursive)["error"]
-    assert ask(worker, "{% if %}")["error"]
-    assert "unsafe" in ask(worker, "{{ ''.__class__.__mro__[1].__subclasses__() }}")["error"]
 
 
 def test_a_text_that_is_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

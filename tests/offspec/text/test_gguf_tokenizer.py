@@ -7,7 +7,7 @@ import re
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from itertools import product
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
@@ -38,17 +38,6 @@ CHATML = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endf
 # ---- the oracle ------------------------------------------------------------------------------------------------------
 
 
-def parts_of(ids: Sequence[int], separator: int) -> list[list[int]]:
-    """What is between separators."""
-    found: list[list[int]] = [[]]
-    for token_id in ids:
-        if token_id == separator:
-            found.append([])
-        else:
-            found[-1].append(token_id)
-    return found
-
-
 def differing(llama_cpp: LlamaCpp, file: Path, texts: Sequence[str] = TEXTS) -> list[str]:
     """Those of `texts` that have other ids by llama.cpp than by offspec; all are asked for in one go.
 
@@ -60,8 +49,10 @@ def differing(llama_cpp: LlamaCpp, file: Path, texts: Sequence[str] = TEXTS) -> 
     tokenizer, together = Tokenizer.load(file), SEPARATOR.join(texts)
     separator = tokenizer.token_id(SEPARATOR)
     assert separator is not None
-    ours = parts_of(tokenizer.encode(together, add_special_tokens=False), separator)
-    theirs = parts_of(llama_cpp.ids(file, [together])[0], separator)
+    ours, theirs = (
+        [list(part) for is_between, part in groupby(ids, separator.__ne__) if is_between]
+        for ids in (tokenizer.encode(together, add_special_tokens=False), llama_cpp.ids(file, [together])[0])
+    )
     return [text for text, a, b in zip(texts, ours, theirs, strict=True) if a != b]
 
 
@@ -88,24 +79,27 @@ def parts_between(special: list[str]) -> list[str]:
     return [part for text in TEXTS for part in re.split(pattern, text) for _ in range(2)]
 
 
+def trained(backend: tokenizers.Tokenizer, texts: list[str], **settings: Any) -> tuple[list[str], list[str]]:
+    """The tokens of a model trained on these texts, by id, and the merges as GGUF files write them."""
+    backend.train_from_iterator(texts, trainers.BpeTrainer(show_progress=False, min_frequency=2, **settings))
+    model = json.loads(backend.to_str())["model"]
+    return sorted(model["vocab"], key=model["vocab"].__getitem__), [" ".join(merge) for merge in model["merges"]]
+
+
 @cache
 def byte_level_metadata() -> dict[str, Any]:
     """A vocabulary whose merges cross whatever could be a word's end, so that every cut shows in the ids."""
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    trainer = trainers.BpeTrainer(
-        vocab_size=2500, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False, min_frequency=2
-    )
     special = [SEPARATOR, "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<s>", "</s>", "[INST]", "  \n"]
-    backend.train_from_iterator(parts_between(special), trainer)
-    model = json.loads(backend.to_str())["model"]
-    tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokens, merges = trained(backend, parts_between(special), vocab_size=2500, initial_alphabet=alphabet)
     types = [NORMAL] * len(tokens) + [CONTROL] * 6 + [USER_DEFINED] * 2
     return {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.tokens": tokens + special,
         "tokenizer.ggml.token_type": types,
-        "tokenizer.ggml.merges": [" ".join(merge) for merge in model["merges"]],
+        "tokenizer.ggml.merges": merges,
         "tokenizer.ggml.bos_token_id": len(tokens) + 4,
         "tokenizer.ggml.eos_token_id": len(tokens) + 3,
         "tokenizer.chat_template": CHATML,
@@ -161,13 +155,9 @@ def test_every_rule_for_words_gives_llama_cpps_ids(pre: str, llama_cpp: LlamaCpp
 @cache
 def sentencepiece_metadata() -> dict[str, Any]:
     """Pieces with scores, trained over whole texts, so that pieces go across words; bytes for what they lack."""
-    backend = tokenizers.Tokenizer(models.BPE())
     special = ["<unk>", "<s>", "</s>", SEPARATOR, "<|im_end|>", "    "]
     texts = [part.replace(" ", "▁") for part in parts_between(special) if part.isprintable()]
-    trainer = trainers.BpeTrainer(vocab_size=1500, limit_alphabet=300, show_progress=False, min_frequency=2)
-    backend.train_from_iterator(texts, trainer)
-    model = json.loads(backend.to_str())["model"]
-    pieces = sorted(model["vocab"], key=model["vocab"].__getitem__)
+    pieces, _ = trained(tokenizers.Tokenizer(models.BPE()), texts, vocab_size=1500, limit_alphabet=300)
     types = [UNKNOWN, CONTROL, CONTROL, CONTROL, CONTROL, USER_DEFINED]
     some_bytes = [f"<0x{byte:02X}>" for byte in range(256)]
     return {
@@ -193,16 +183,13 @@ def gemma4_metadata() -> dict[str, Any]:
     special = ["<pad>", "<eos>", "<bos>", "<unk>", SEPARATOR, "<|im_end|>"]
     backend.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[^\n]+|\n+"), "isolated")
     texts = [part.replace(" ", "▁") for part in parts_between(special) if "\0" not in part]  # llama.cpp ends there
-    trainer = trainers.BpeTrainer(vocab_size=2000, show_progress=False, min_frequency=2)
-    backend.train_from_iterator(texts, trainer)
-    model = json.loads(backend.to_str())["model"]
-    pieces = sorted(model["vocab"], key=model["vocab"].__getitem__)
+    pieces, merges = trained(backend, texts, vocab_size=2000)
     some_bytes = [f"<0x{byte:02X}>" for byte in range(256)]
     return {
         "tokenizer.ggml.model": "gemma4",
         "tokenizer.ggml.tokens": special + some_bytes + pieces,
         "tokenizer.ggml.token_type": [CONTROL] * 6 + [BYTE] * 256 + [NORMAL] * len(pieces),
-        "tokenizer.ggml.merges": [" ".join(merge) for merge in model["merges"]],
+        "tokenizer.ggml.merges": merges,
         "tokenizer.ggml.bos_token_id": 2,
         "tokenizer.ggml.eos_token_id": 1,
         "tokenizer.ggml.unknown_token_id": 3,
@@ -332,16 +319,6 @@ def test_what_looks_like_a_control_token_is_one_whatever_its_type_says() -> None
         assert tokenizer.encode(f"a{text}b")[1] == tokenizer.token_id(text)
         assert tokenizer.token_id(text) in tokenizer.special_ids
     assert tokenizer.token_id("[INST]") not in tokenizer.special_ids  # of a user, who sees it
-
-
-def test_messages_cannot_write_special_tokens() -> None:
-    tokenizer = Tokenizer.from_gguf(metadata_with(), Path("a.gguf"))
-    ids = tokenizer.encode_chat([{"content": "a<|im_end|>b"}])
-    assert ids.count(tokenizer.token_id("<|im_end|>")) == 1
-    assert tokenizer.decode(ids, skip_special_tokens=False) == "<|im_start|>a<|im_end|>b<|im_end|><s>"
-    scored = Tokenizer.from_gguf(sentencepiece_metadata(), Path("a.gguf"))
-    ids = scored.encode_chat([{"content": "a<s><|im_end|>b</s>"}])
-    assert [scored.token_text(i) for i in ids if i in scored.special_ids] == ["<|im_end|>", "<s>"]
 
 
 def test_cases_and_marks_beyond_ascii_count_where_the_models_own_rule_says_so() -> None:

@@ -20,7 +20,7 @@ from offspec.text.thinking import CLOSE, OPEN
 from offspec.text.tokenizer import Tokenizer
 from offspec.text.tool_calls import PYTHON, ToolCall, ToolFormat
 
-from ...pair import Pair, build_pair
+from ...pair import Pair
 from ...refusals import refused
 from ...vocabularies import backends, write
 
@@ -130,8 +130,6 @@ def test_masks_depend_on_the_tokens_alone(tokenizer: Tokenizer, name: str) -> No
         assert used.mask([*path, 7]) is None
     for end in generator.permutation(len(path) + 1).tolist()[:8]:
         fresh, cut = late(form, tokenizer), int(generator.integers(end + 1))
-        for at in sorted(generator.integers(0, cut + 1, 3).tolist()):
-            fresh.accept(path[:at][len(done) :] if (done := path[:0]) else [])
         fresh.accept(path[:cut])
         masks = fresh.mask(path[cut:end]), used.mask(path[:end])
         assert (masks[0] is None) == (masks[1] is None)
@@ -280,11 +278,6 @@ def test_calls_are_looked_for_after_thinking(thinker: Tokenizer, prompt: str) ->
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return build_pair(tmp_path_factory.mktemp("pair"))
-
-
-@pytest.fixture(scope="module")
 def engine(pair: Pair) -> Iterator[Engine]:
     with Engine.load(pair.target, draft=str(pair.draft), device="cpu") as engine:
         yield engine
@@ -310,9 +303,6 @@ def test_a_text_is_that_of_plain_decoding(engine: Engine) -> None:
     cut = text.rindex("(")  # the budget of tokens may cut the last one
     assert re.fullmatch(r"([^(]|\([0-9]{1,3}\))*", text[:cut]), text
     free = engine.complete("def", SamplingParams(12, temperature=1.0, seed=0))
-    silent = SamplingParams(12, temperature=1.0, seed=0, constraint=Constraint(*_never()))
+    never = Constraint("grammar", 'start: first "x"\nfirst[lazy]: /(.|\\n)*never!/\n', Trigger(("never!",)))
+    silent = SamplingParams(12, temperature=1.0, seed=0, constraint=never)
     assert engine.complete("def", silent) == free, "nothing changes where the marker does not come"
-
-
-def _never() -> tuple[Any, str, Trigger]:
-    return "grammar", 'start: first "x"\nfirst[lazy]: /(.|\\n)*never!/\n', Trigger(("never!",))

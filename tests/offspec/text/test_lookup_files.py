@@ -208,7 +208,7 @@ def test_pieces_are_cut_at_lines_and_lose_nothing(
 @pytest.mark.parametrize(
     ("content", "word"),
     [
-        (None, "exist"),
+        (None, "No such file"),
         (b"", "empty"),
         (b"\x7fELF\0\0\1", "binary"),
         (b"x = 1\n" * 200_000 + b"\0", "binary"),
@@ -226,7 +226,7 @@ def test_bad_files_are_named(content: bytes | None, word: str, tmp_path: Path, t
 
 
 def test_a_folder_and_no_files_are_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    with refused(UsageError, tmp_path, "folder"):
+    with refused(UsageError, tmp_path, "directory"):
         open_index([tmp_path], tokenizer, tmp_path / "cache")
     with refused(UsageError, "at least one"):
         open_index([], tokenizer, tmp_path / "cache")

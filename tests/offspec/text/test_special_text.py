@@ -137,24 +137,10 @@ def count_special(theirs: Any, ids: list[int]) -> int:
     return sum(token in special(theirs).values() for token in ids)
 
 
-PARTS = [
-    "the cat",
-    " ",
-    "\n",
-    "<",
-    "<|",
-    "|>",
-    ">",
-    "[",
-    "INST]",
-    "s>",
-    "</",
-    "_end|>",
-    "é😀日",
-    "\U000f0000",
-    "user",
-    "A",
-]
+PARTS = (
+    *("the cat", " ", "\n", "<", "<|", "|>", ">", "[", "INST]", "s>", "</", "_end|>"),
+    *("é😀日", "\U000f0000", "user", "A"),
+)
 HARMLESS = st.lists(st.sampled_from(PARTS), max_size=6).map("".join)
 
 

@@ -19,6 +19,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from offspec.errors import ContextLengthError, TokenizerError, VocabularyMismatchError
 from offspec.text.context_limit import ContextLimit
 from offspec.text.text_stream import TextStream
+from offspec.text.token_bytes import byte_alphabet
 from offspec.text.tokenizer import Tokenizer, check_vocabularies
 
 from ...examples import examples
@@ -27,13 +28,6 @@ from ...refusals import refused
 CORPUS = ["the cat sat on the mat, the dog on the log. ", "def area(x):\n    return x * x\n", "naïve café 日本 😀 "] * 4
 TEXTS = ["", "the cat", " the  cat ", "naïve café 日本語 😀👩‍👩‍👧\n\n\tx", "a</s>b <|im_end|> <s>", "Ünïcödé ☃ ﬁ"]
 REPLACEMENT = "\ufffd"
-
-
-def byte_alphabet() -> list[str]:
-    """The character that byte-level vocabularies write for each byte (GPT-2, encoder.py)."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = iter(range(256, 512))
-    return [chr(b) if b in printable else chr(next(others)) for b in range(256)]
 
 
 def written(token: bytes) -> str:
@@ -563,18 +557,6 @@ def test_the_cost_of_a_token_does_not_grow(
     for ids in (tokenizer.encode("the cat 😀" * 40), [3 + 0x80] * 200, [0, 1, 2] * 100):
         pushed(tokenizer.stream(["zzz"]), ids)
     assert max(widths) <= 7
-
-
-def test_the_first_space_is_the_decoder_s_matter_and_later_ones_are_text(loaded: dict[str, Tokenizer]) -> None:
-    tokenizer = loaded["llama2"]
-    the, space, cat, byte_space = (tokenizer.token_id(t) for t in ("▁the", "▁", "▁cat", "<0x20>"))
-    assert pushed(tokenizer.stream(), [1, the, cat, 2]) == ["", "the", " cat", "", ""]
-    assert pushed(tokenizer.stream(), [space, the, space, cat]) == ["", " the", " ", " cat", ""]
-    assert pushed(tokenizer.stream(after=[the]), [cat, the]) == [" cat", " the", ""]
-    assert pushed(tokenizer.stream(), [byte_space, the, byte_space]) == ["", " the", " ", ""]
-    skipped = [1, 2] * 5
-    assert pushed(tokenizer.stream(), [*skipped, the, *skipped, cat]) == [*[""] * 10, "the", *[""] * 10, " cat", ""]
-    assert pushed(tokenizer.stream(skip_special_tokens=False), [1, the, 2]) == ["<s>", " the", "</s>", ""]
 
 
 # ---- vocabularies ----------------------------------------------------------------------------------------------------
