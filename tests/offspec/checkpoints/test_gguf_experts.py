@@ -30,7 +30,7 @@ from ...fakes import Family, TinyModel, build
 from ...gguf_models import write_model
 from ...llama_cpp import LlamaCpp
 from ...loaders.gguf_samples import NAMES, oracle, random_blocks
-from ...pair import build_pair
+from ...pair import Pair
 from ...refusals import refused
 from ..model.families.test_families import PLAIN, TREES, perturbed, says, streamed
 from .test_gguf_models import NUM_TOKENS, PROMPT, decoder_of, worst_gap
@@ -43,11 +43,6 @@ WIDE = {"hidden_size": 256, "head_dim": 32, "num_local_experts": NUM_EXPERTS, "n
 # Rows of 40 outputs, which are no whole number of a kernel's; down projections of 40 inputs, which have no blocks.
 ODD = Family("qwen3_moe", {**fakes.FAMILIES["qwen3-moe"].settings, "mlp_only_layers": []})
 ROUNDED = 0.1  # of logits that lie some units apart: llama.cpp rounds the other factor of packed matrices to 8 bits
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer.load(build_pair(tmp_path_factory.mktemp("pair")).target)
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +100,8 @@ def test_experts_of_all_types_say_what_llama_cpp_says(of_all_types: tuple[Path, 
     assert worst_gap(decoder_of(path), PROMPT, text) < ROUNDED
 
 
-def test_plain_trees_and_streamed_are_one_text(odd: TinyModel, tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_plain_trees_and_streamed_are_one_text(odd: TinyModel, pair: Pair, tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(pair.target)
     draft = ModelDraft(perturbed(decoder_of(written(odd, tmp_path))), "draft")
     path = written(odd, tmp_path, gate_exps="Q8_0", up_exps="MXFP4")
     engine = Engine(LoadedTarget(decoder_of(path)), tokenizer, draft)

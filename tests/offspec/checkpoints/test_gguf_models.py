@@ -19,7 +19,7 @@ from torch import Tensor
 from offspec import ConvertParams, convert
 from offspec.checkpoints.gguf import gguf_labels, translated
 from offspec.checkpoints.load import load_decoder
-from offspec.checkpoints.opening import ModelFiles
+from offspec.checkpoints.opening import ModelFiles, Note
 from offspec.errors import CheckpointError, MissingWeightsError
 from offspec.loaders.files.checkpoint import Change, CheckpointView
 from offspec.loaders.files.gguf_file import read_model
@@ -34,7 +34,6 @@ from ...refusals import refused
 
 GetModel = Callable[[str], TinyModel]
 GetDecoder = Callable[[str], Decoder]
-CPU = torch.device("cpu")
 TOLERANCE = 2e-4  # fp32; frequencies of RoPE and norms' weights were rounded once more
 PROMPT = torch.randint(VOCAB_SIZE, (24,), generator=torch.Generator().manual_seed(5)).tolist()
 NUM_TOKENS = 16
@@ -134,9 +133,9 @@ def gguf_of(model: TinyModel, folder: Path, kinds: dict[str, str] | None = None)
     return write_model(folder / "model.gguf", model.reference.config.to_dict(), tensors, kinds or {})
 
 
-def decoder_of(path: Path) -> Decoder:
-    files = ModelFiles.open(path, "fp32", "cpu", [])
-    return load_decoder(files, all_resident(files), CPU)
+def decoder_of(path: Path, notes: list[Note] | None = None) -> Decoder:
+    files = ModelFiles.open(path, "fp32", "cpu", [] if notes is None else notes)
+    return load_decoder(files, all_resident(files), torch.device("cpu"))
 
 
 def logits(decoder: Decoder, tokens: list[int]) -> Tensor:

@@ -135,11 +135,6 @@ def model(request: pytest.FixtureRequest, pair: Pair, tmp_path_factory: pytest.T
     return build(pair, tmp_path_factory.mktemp("grouped"), request.param)
 
 
-@pytest.fixture(scope="module")
-def awq(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Model:
-    return build(pair, tmp_path_factory.mktemp("awq"), CASES["awq"])
-
-
 def streamed(num_resident: int) -> Callable[..., Plan]:
     """In place of `plan_here`: all layers but some come from disk."""
 
@@ -196,7 +191,8 @@ def assert_texts_agree(packed: Path, plain: Path, draft: Path, monkeypatch: pyte
 
 
 @pytest.mark.slow
-def test_it_can_be_the_draft(awq: Model, pair: Pair) -> None:
+def test_it_can_be_the_draft(pair: Pair, tmp_path: Path) -> None:
+    awq = build(pair, tmp_path, CASES["awq"])
     engine = Engine.load(str(pair.target), draft=str(awq.packed), device="cpu")
     assert texts(engine, TREES) == texts(engine, PLAIN)
     engine.close()
@@ -220,33 +216,20 @@ def offspec(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str
     return run([str(arg) for arg in args]), *capsys.readouterr()
 
 
-@pytest.fixture
-def _measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offspec.tools.forecast.measure_rates", lambda *_, **__: RATES)
-
-
 @one_of_each
-@pytest.mark.usefixtures("_measured")
-def test_it_can_be_planned(model: Model, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_can_be_planned(model: Model, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offspec.tools.forecast.measure_rates", lambda *_, **__: RATES)
     code, out, err = offspec(capsys, "plan", model.packed, "--draft", "none", "--device", "cpu", "-q", "--json")
     assert code == 0, err
     assert json.loads(out)["resident_layers"] == [0, 1, 2, 3]
 
 
-@one_of_each
-def test_it_is_unpacked(model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = offspec(capsys, "quantize", model.packed, tmp_path / "plain", "--format", "fp32")
-    assert (code, err) == (0, "")
-    assert_alike(tmp_path / "plain", model.packed)
-
-
+@pytest.mark.parametrize("form", ["fp32", "keep"])
 @one_of_each
 def test_a_copy_says_the_same(
-    model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    model: Model, form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stdin", None)  # or it would be read, too
-    code, _, err = offspec(capsys, "quantize", model.packed, tmp_path / "copy", "--format", "keep")
+    code, _, err = offspec(capsys, "quantize", model.packed, tmp_path / "copy", "--format", form)
     assert (code, err) == (0, "")
     assert_alike(tmp_path / "copy", model.packed)
-    flags = ("--draft", "none", "--device", "cpu", "--max-new-tokens", 4, "--json")
-    assert json.loads(offspec(capsys, "run", tmp_path / "copy", "def area(", *flags)[1])["token_ids"]

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from offspec import convert
-from offspec.checkpoints.load import load_decoder
 from offspec.checkpoints.opening import ModelFiles, Note
 from offspec.errors import CheckpointError, UnsupportedModelError
 from offspec.loaders.params import ConvertParams
-from offspec.model.decoder import Decoder
-from offspec.planning.plan import all_resident
 
-from ...fakes import CPU, FAMILIES, Family, TinyModel, config_json, randomise
+from ...fakes import FAMILIES, Family, TinyModel, config_json, randomise
 from ...refusals import refused, tells
 from ..model.test_decoder import assert_close, chain_logits, random_tokens
+from .test_gguf_models import decoder_of
 
 VISION = {
     "hidden_size": 32,
@@ -55,25 +54,17 @@ def multimodal(tmp_path_factory: pytest.TempPathFactory) -> GetModel:
     """A tiny random checkpoint of text and images, written by transformers, by its name in MODELS."""
     from transformers import AutoConfig, AutoModelForImageTextToText
 
-    built: dict[str, TinyModel] = {}
+    @cache
+    def built(name: str) -> TinyModel:
+        model_type, text, settings = MODELS[name]
+        config = AutoConfig.for_model(model_type, text_config=config_json(text), **settings)
+        model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
+        randomise(model, torch.Generator().manual_seed(0))
+        folder = tmp_path_factory.mktemp(name)
+        model.save_pretrained(folder)
+        return TinyModel(folder, model)
 
-    def get(name: str) -> TinyModel:
-        if name not in built:
-            model_type, text, settings = MODELS[name]
-            said = AutoConfig.for_model(model_type, text_config=config_json(text), **settings)
-            model = AutoModelForImageTextToText.from_config(said, attn_implementation="eager").eval()
-            randomise(model, torch.Generator().manual_seed(0))
-            folder = tmp_path_factory.mktemp(name)
-            model.save_pretrained(folder)
-            built[name] = TinyModel(folder, model)
-        return built[name]
-
-    return get
-
-
-def decoder_of(folder: Path, notes: list[Note] | None = None) -> Decoder:
-    files = ModelFiles.open(folder, "fp32", "cpu", [] if notes is None else notes)
-    return load_decoder(files, all_resident(files), CPU)
+    return built
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -13,17 +13,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from offspec import ConvertParams, convert
-from offspec.checkpoints.load import load_decoder
 from offspec.checkpoints.opening import ModelFiles
 from offspec.errors import CheckpointError, MissingWeightsError, UnsupportedModelError
-from offspec.model.decoder import Decoder
-from offspec.planning.plan import all_resident
 from offspec.text.tokenizer import Tokenizer
 
-from ...fakes import CPU, TinyModel
+from ...fakes import TinyModel
 from ...refusals import refused
 from ..model.test_decoder import assert_close, chain_logits, random_tokens
 from ..text.test_tekken import write_tekken
+from .test_gguf_models import decoder_of
 
 GetModel = Callable[[str], TinyModel]
 TOKENS = random_tokens(40)
@@ -96,11 +94,6 @@ def write_mistral(folder: Path, config: Mapping[str, Any], tensors: Mapping[str,
     (folder / "params.json").write_text(json.dumps(params_of(config) | more))
     write_tekken(folder)
     return folder
-
-
-def decoder_of(path: Path) -> Decoder:
-    files = ModelFiles.open(path, "fp32", "cpu", [])
-    return load_decoder(files, all_resident(files), CPU)
 
 
 @pytest.mark.parametrize("family", ["ministral3", "mistral-window"])

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 
-from offspec.errors import UsageError
 from offspec.loaders.machine.gpu_support import GpuFault
 from offspec.loaders.machine.hardware import Disk, Gpu, Hardware, Memory, Rates
 from offspec.loaders.machine.product_rates import ProductRate
 from offspec.tools import diagnosis
 from offspec.tools.diagnosis import MAX_ADVICE, Diagnosis, diagnose
 
-from ...refusals import refused, tells
+from ...refusals import tells
 
 GIB = 2**30
 
@@ -51,6 +50,10 @@ def with_rates(found: Diagnosis, **changes: Any) -> Diagnosis:
     return replace(found, hardware=replace(found.hardware, rates=replace(found.hardware.rates, **changes)))
 
 
+def with_card(**changes: Any) -> Diagnosis:
+    return replace(DESKTOP, hardware=replace(DESKTOP.hardware, gpu=replace(CARD, **changes)))
+
+
 def with_ram(found: Diagnosis, **changes: Any) -> Diagnosis:
     return replace(found, hardware=replace(found.hardware, ram=replace(found.hardware.ram, **changes)))
 
@@ -76,28 +79,19 @@ def test_a_small_machine_is_told_of_a_small_model() -> None:
         (replace(DESKTOP, bitsandbytes_version=None), ("pip install bitsandbytes",)),
         (replace(CPU_ONLY, gpu_fault=GpuFault("the driver is too old", "update it")), ("too old. Update it.",)),
         (CPU_ONLY, ("There is no NVIDIA driver. If there is an NVIDIA card, install its driver.",)),
-        (
-            replace(DESKTOP, hardware=replace(DESKTOP.hardware, gpu=replace(CARD, capability=(7, 5)))),
-            ("bf16", "fp16", "`dtype=fp32`"),
-        ),
+        (with_card(capability=(7, 5)), ("bf16", "fp16", "`dtype=fp32`")),
         (
             with_rates(DESKTOP, sources={"disk_bytes_per_s": "1 reader, through the page cache, refused"}),
             ("ext4", "direct reads"),
         ),
         (with_rates(DESKTOP, disk_bytes_per_s=5e8), ("500 MB/s", "NVMe")),
         (with_rates(DESKTOP, host_to_device_bytes_per_s=3e9), ("link", "3 GB/s")),
-        (
-            replace(DESKTOP, hardware=replace(DESKTOP.hardware, gpu=replace(CARD, free_bytes=10 * GIB))),
-            ("14 GiB", "card", "24 GiB"),
-        ),
+        (with_card(free_bytes=10 * GIB), ("14 GiB", "card", "24 GiB")),
         (
             replace(DESKTOP, disk=Disk(Path("/models"), "ext4", "/dev/sda", 9 * 10**9)),
             ("/models", "9 GB", "70B", "40 GB"),
         ),
-        (
-            with_rates(DESKTOP, matmul_flops={64: 1e11}),
-            ("card", "smaller model"),
-        ),
+        (with_rates(DESKTOP, matmul_flops={64: 1e11}), ("card", "smaller model")),
     ],
 )
 def test_what_is_wrong_is_told(found: Diagnosis, words: tuple[object, ...]) -> None:
@@ -131,8 +125,3 @@ def test_quick_measures_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_old_cards_multiply_in_fp16(capability: tuple[int, int], dtype: str) -> None:
     card = replace(CARD, capability=capability)
     assert str(diagnosis.dtype_of(replace(DESKTOP.hardware, gpu=card))) == dtype
-
-
-def test_a_device_that_is_not_there() -> None:
-    with refused(UsageError, "tpu", "device"):
-        diagnose("tpu", quick=True)
