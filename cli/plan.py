@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from offspec.tools.forecast import Drafting, Forecast, Prospect
-    from offspec.tools.improvements import FourBitPlan, Gain
+    from offspec.tools.improvements import Gain
 
 WIDTHS = (1, 16, 64, 256, 512)
 WIDTH = 118  # characters of a line of text
@@ -399,8 +399,8 @@ def _gains(forecast: Forecast) -> list[str]:
     """The gain of 4 bit, and of each additional 8 GiB of memory; nothing if they bring none."""
     from offspec.tools.improvements import FOUR_BIT, GAIN_WIDTH
 
-    changes: list[tuple[str, Gain | FourBitPlan]] = [
-        (f"{format_size(gain.more_bytes)} more {gain.memory}", gain) for gain in forecast.gains
+    changes: list[tuple[str, Gain]] = [
+        (f"{format_size(int(gain.value))} more {gain.kind}", gain) for gain in forecast.gains
     ]
     if forecast.four_bit is not None:
         changes.append((f"4 bit (--format {FOUR_BIT})", forecast.four_bit))

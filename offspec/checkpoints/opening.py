@@ -207,6 +207,11 @@ class ModelFiles:
     def num_parameters(self) -> int:
         return count_parameters(self.stored)
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights as they are stored."""
+        return sum(info.nbytes for weight in self.stored.by_name.values() for info in weight.streamed)
+
     @cached_property
     def mtp_names(self) -> Mapping[str, str | None]:
         """Full name → an `MtpHead`'s, of the tensors of MTP layers; None for those that it does not read."""

@@ -61,7 +61,7 @@ class FamilyDraft:
     @property
     def num_bytes(self) -> int:
         """Of its weights: what is downloaded."""
-        return sum(info.nbytes for weight in self.files.stored.by_name.values() for info in weight.streamed)
+        return self.files.weight_bytes
 
 
 def family_draft(target: ModelFiles, dtype: str, device_type: str) -> FamilyDraft | None:

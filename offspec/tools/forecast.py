@@ -36,7 +36,7 @@ from ..planning.plan import Plan, with_faster_residents
 from ..planning.probe import ProductRates, host_flops, planner_here, ram_beside_program
 from ..planning.report import explain_packing, explain_plan, tell_tiers
 from .caches_forecast import CacheProspect, predict_caches
-from .improvements import GAIN_WIDTH, FourBitPlan, Gain, Improvement, Improvements, best_improvement
+from .improvements import GAIN_WIDTH, Gain, Improvement, Improvements, best_improvement
 from .texts_forecast import NUMBERS, TextsProspect, predict_texts
 
 LLAMA_CPP_SOURCE = (
@@ -73,7 +73,7 @@ class Forecast:
     pass_s: dict[int, float]
     notes: list[Note]
     gains: list[Gain]
-    four_bit: FourBitPlan | None
+    four_bit: Gain | None
     max_context: int
     planned: Prospect
     prospects: list[Prospect]
@@ -441,23 +441,18 @@ def _open_to_plan(options: LoadOptions, form: str | None, device_type: str, note
     if form is not None:
         with suppress(OffspecError):  # the format in which it is here may be one that does not run
             here = ModelFiles.from_config(path, None, options.dtype, device_type, [])
-            if here.packed_form is not None and _weight_bytes(target) > _weight_bytes(here):
+            if here.packed_form is not None and target.weight_bytes > here.weight_bytes:
                 text = f"the weights of {path.name} would be larger in {form} than in {here.packed_form}, as they are"
                 notes.append(Note(f"{text}, and rounded twice", advice=True))
     return OpenRequest(draft_options(options), target, None, options.dtype, device_type, notes)
 
 
-def _weight_bytes(model: ModelFiles) -> int:
-    return sum(info.nbytes for weight in model.stored.by_name.values() for info in weight.streamed)
-
-
 def _title(target: ModelFiles, form: str | None, plan: Plan) -> str:
-    weights = format_size(_weight_bytes(target))
     size, mixture = gguf_labels(target.checkpoint)
     parts = (
         f"{size or format_count(target.num_parameters)} parameters",
         form or mixture or target.packed_form or plan_form(target.checkpoint.config),
-        f"{weights}; context {plan.context}",
+        f"{format_size(target.weight_bytes)}; context {plan.context}",
     )
     path = target.checkpoint.path
     return f"{'builtin' if path == builtin.path('target') else path.name}: {', '.join(parts)}"

@@ -24,44 +24,24 @@ TIMES_WITHOUT_BUYING = 1.5  # by a change that is advised although more memory w
 
 @dataclass(frozen=True)
 class Gain:
-    """The effect of `more_bytes` more of one kind of memory: the new plan, and the seconds of its pass.
+    """The effect of one change: `value` more bytes of "RAM" or "VRAM" (`kind`), or another "format".
 
-    tokens_per_s: with the planned draft, at temperature 0.
+    plan: the new one. pass_s: seconds of its pass of GAIN_WIDTH rows. tokens_per_s: with the planned draft, at
+    temperature 0.
     """
 
-    memory: str
-    more_bytes: int
+    kind: str
+    value: str | int
     plan: Plan
     pass_s: float
     tokens_per_s: float
 
     def as_dict(self) -> dict[str, Any]:
-        p = self.plan.placement
+        p, rates = self.plan.placement, {"pass_s": self.pass_s, "tokens_per_s": self.tokens_per_s}
+        if self.kind == "format":
+            return {"format": self.value, "stream_bytes_per_pass": self.plan.stream_bytes, **rates}
         layers = {"resident": len(p.resident), "in_ram": len(p.in_ram), "on_disk": len(p.on_disk)}
-        return {
-            "memory": self.memory,
-            "more_bytes": self.more_bytes,
-            "num_layers": layers,
-            "pass_s": self.pass_s,
-            "tokens_per_s": self.tokens_per_s,
-        }
-
-
-@dataclass(frozen=True)
-class FourBitPlan:
-    """The same model in FOUR_BIT: the plan, the seconds of a pass of GAIN_WIDTH rows, and tokens/s as in `Gain`."""
-
-    plan: Plan
-    pass_s: float
-    tokens_per_s: float
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "format": FOUR_BIT,
-            "stream_bytes_per_pass": self.plan.stream_bytes,
-            "pass_s": self.pass_s,
-            "tokens_per_s": self.tokens_per_s,
-        }
+        return {"memory": self.kind, "more_bytes": self.value, "num_layers": layers, **rates}
 
 
 @dataclass(frozen=True)
@@ -97,11 +77,11 @@ class Improvements:
                 after = self.plan.with_more(**{memory.lower(): more})
                 if _layers_and_experts(after) == _layers_and_experts(before):
                     break
-                possible.append(Gain(memory, more, after, self._pass_s(after), self._tokens_per_s(after)))
+                possible.append(self._gain(memory, more, after))
                 before = after
         return possible
 
-    def four_bit(self) -> FourBitPlan | None:
+    def four_bit(self) -> Gain | None:
         """The same model in 4 bit, in the same memory; None if nothing is streamed, or it is quantised already."""
         target = self.plan.inputs.target
         is_quantised = target.packed_form is not None and not target.stored.has_two_forms
@@ -114,18 +94,16 @@ class Improvements:
             plan = self.plan.with_target(packed)
         except OffspecError:  # the format does not support this shape
             return None
-        return FourBitPlan(plan, self._pass_s(plan), self._tokens_per_s(plan))
+        return self._gain("format", FOUR_BIT, plan)
 
-    def _pass_s(self, plan: Plan) -> float:
-        return plan.predict_pass_s(self.rates, GAIN_WIDTH)
-
-    def _tokens_per_s(self, plan: Plan) -> float:
-        """With the planned draft, at temperature 0. A target in another format has the rates of the planned one."""
+    def _gain(self, kind: str, value: str | int, plan: Plan) -> Gain:
+        """A target in another format has the rates of the planned one."""
 
         def rates_of(model: ModelFiles) -> Rates:
             return self.rates if model is plan.inputs.target else self.rates_of(model)
 
-        return predict_drafting(plan, self.draft.guessing(plan.placement), rates_of, greedy=True).tokens_per_s
+        drafting = predict_drafting(plan, self.draft.guessing(plan.placement), rates_of, greedy=True)
+        return Gain(kind, value, plan, plan.predict_pass_s(self.rates, GAIN_WIDTH), drafting.tokens_per_s)
 
 
 def _layers_and_experts(plan: Plan) -> tuple[object, ...]:
@@ -134,7 +112,7 @@ def _layers_and_experts(plan: Plan) -> tuple[object, ...]:
 
 
 def best_improvement(
-    planned: Prospect, prospects: Sequence[Prospect], gains: Sequence[Gain], four_bit: FourBitPlan | None
+    planned: Prospect, prospects: Sequence[Prospect], gains: Sequence[Gain], four_bit: Gain | None
 ) -> Improvement | None:
     """The change to advise; None if no change brings LEAST_TIMES_AS_FAST times as many tokens/s.
 
@@ -151,12 +129,12 @@ def best_improvement(
         change("draft", each.name, each.tokens_per_s, each.download_bytes) for each in prospects if not each.why_not
     ]
     if four_bit is not None:
-        free.append(change("format", FOUR_BIT, four_bit.tokens_per_s))
+        free.append(change(four_bit.kind, four_bit.value, four_bit.tokens_per_s))
     bought = list[Improvement]()
-    for memory in dict.fromkeys(gain.memory for gain in gains):
-        steps = [gain for gain in gains if gain.memory == memory]
-        step = max(steps, key=lambda gain: (gain.tokens_per_s - now) / gain.more_bytes)
-        bought.append(change(memory, step.more_bytes, step.tokens_per_s))
+    for memory in dict.fromkeys(gain.kind for gain in gains):
+        steps = [gain for gain in gains if gain.kind == memory]
+        step = max(steps, key=lambda gain: (gain.tokens_per_s - now) / int(gain.value))
+        bought.append(change(memory, step.value, step.tokens_per_s))
     best = max(free, key=lambda each: each.times, default=None)
     if best is None or best.times < TIMES_WITHOUT_BUYING:
         best = max((*free, *bought), key=lambda each: each.times, default=None)

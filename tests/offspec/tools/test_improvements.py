@@ -15,7 +15,7 @@ from offspec.loaders.streaming.placement import Limits
 from offspec.planning.draft_forecast import Guessing, predict_drafting
 from offspec.planning.memory import MemoryOptions
 from offspec.planning.plan import Plan, make_plan
-from offspec.tools.improvements import FourBitPlan, Gain, Improvement, Improvements, best_improvement
+from offspec.tools.improvements import Gain, Improvement, Improvements, best_improvement
 
 from ...llama_configs import LLAMA_8B_IN_BF16, write_config
 
@@ -46,7 +46,7 @@ def improvements(plan: Plan) -> Improvements:
 def test_gains_and_four_bit_have_tokens_per_s(plan: Plan) -> None:
     made = improvements(plan)
     now = predict_drafting(plan, LookupDraft().guessing(plan.placement), lambda model: RATES, greedy=True).tokens_per_s
-    vram = [gain for gain in made.gains() if gain.memory == "VRAM"]
+    vram = [gain for gain in made.gains() if gain.kind == "VRAM"]
     rates = [now, *(gain.tokens_per_s for gain in vram)]
     assert rates == sorted(set(rates))
     packed = made.four_bit()
@@ -62,7 +62,7 @@ def test_a_model_that_fits_has_no_gains(tmp_path: Path) -> None:
 def test_what_costs_nothing_is_advised_before_memory_if_it_brings_much(plan: Plan) -> None:
     now, other = prospect(plan, "lookup", 2.0), prospect(plan, "shadow:4", 2.5)
     gains = [Gain("RAM", 8 * GIB, plan, 1.0, 2.2), Gain("RAM", 16 * GIB, plan, 0.2, 8.0)]
-    packed = FourBitPlan(plan, 0.5, 6.0)
+    packed = Gain("format", "nf4", plan, 0.5, 6.0)
     missing = Prospect("head", why_not="it is not there")
 
     assert best_improvement(now, [now, other], gains, packed) == Improvement("format", "nf4", 6.0, 3.0)
@@ -85,7 +85,7 @@ def test_more_ram_for_experts_is_a_gain(tmp_path: Path) -> None:
     assert not made.placement.streamed
     rates = replace(RATES, host_matmul_flops={1: 1e11})
     gains = Improvements(made, LookupDraft(), rates, lambda model: rates).gains()
-    assert any(gain.memory == "RAM" for gain in gains)
+    assert any(gain.kind == "RAM" for gain in gains)
 
 
 def test_more_memory_is_as_much_as_brings_the_most_per_byte(plan: Plan) -> None:
