@@ -52,26 +52,7 @@ _QWEN35 = "|".join(
 _GPT4O = "|".join((_cased(_CONTRACTIONS + "?"), r"\p{N}{1,3}", _SYMBOLS_SLASH))
 _TEKKEN = "|".join((_cased(""), r"\p{N}", _SYMBOLS_SLASH))
 _KIMI = "|".join((r"\p{Han}+", _cased(_CONTRACTIONS + "?", _UPPER_NOT_HAN, _LOWER_NOT_HAN), r"\p{N}{1,3}", _SYMBOLS))
-_JAIS2 = "|".join(
-    (
-        *(_CONTRACTIONS, _WORD, r"\p{N}{1,3}", r" ?[^\s\p{L}\p{N}]+[\r\n]*", r"\s*[\r\n]+"),
-        *(rf"\s{{{length}}}(?!\S)" for length in (512, 256, 128, 64, 32, 16, 8, 4)),
-        *(r"\s{1,2}(?!\S)", r"\s{1}"),
-    )
-)
 _SEED = "|".join((_CONTRACTIONS, _WORD, r"\p{N}{1}", r" ?[^\s\p{L}\p{N}\r\n]+", _LINES))
-_BAILING = "|".join(
-    (
-        *(r"'(?i:[sdmt]|ll|ve|re)", r"[^\r\n\p{L}\p{N}]?+\p{L}+", r"\p{N}", r" ?[^\s\p{L}\p{N}]++[\r\n]*"),
-        *(r"\s*[\r\n]", _SPACES),
-    )
-)
-_EXAONE_MOE = "|".join(
-    (
-        *(_CONTRACTIONS, r"[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+", r"\p{N}"),
-        *(r" ?[^\s\p{L}\p{N}]+[\r\n/]?", r"\s*[\r\n]", _SPACES),
-    )
-)
 _DEEPSEEK3 = "|".join(
     (_ASCII_PUNCTUATION + "[A-Za-z]+", r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+", r" ?[\p{P}\p{S}]+[\r\n]*", _LINES)
 )
@@ -94,11 +75,6 @@ _YOUTU = "|".join((_cased(_CONTRACTIONS + "?"), r"\p{N}", _SYMBOLS_SLASH))
 _BLOOM = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
 _CJK, _KANJI_KANA = _one_of("4e00-9fa5 0800-4e00 ac00-d7ff"), _one_of("4e00-9fa5 3040-309f 30a0-30ff")
 _THREE_DIGITS = "[0-9][0-9][0-9]"
-_DIGITS_FROM_RIGHT = r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"  # groups of three, counted from a number's end
-_AFMOE_ASIAN = _one_of(
-    "4e00-9fff 3400-4dbf f900-faff 3040-309f 30a0-30ff ff65-ff9f 2f00-2fdf 0e00-0e7f 0e80-0eff 1780-17ff 1000-109f "
-    "aa60-aa7f a9e0-a9ff ac00-d7af 1100-11ff"
-)
 _DEEPSEEK_LETTERS = _one_of(  # letters with a case, in the Unicode version of the tokenizer's time
     "41-5a 61-7a b5 c0-d6 d8-f6 f8-1ba 1bc-1bf 1c4-293 295-2af 370-373 376 377 37b-37d 37f 386 388-38a 38c 38e-3a1 "
     "3a3-3f5 3f7-481 48a-52f 531-556 10a0-10c5 13a0-13f5 13f8-13fd 1c90-1cba 1cbd-1cbf 1d00-1d2b 1d6b-1d77 1d79-1d9a "
@@ -118,12 +94,10 @@ _RULES: dict[WordRules, str] = {
         "jina-v2-de modern-bert"
     ),
     WordRules((r"\p{N}", _GPT2)): "starcoder refact command-r smollm codeshell exaone minerva-7b mellum2",
-    WordRules((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, _THREE_DIGITS)): "falcon",
     WordRules((_LLAMA3,), ignores_merges=True, adds_bos=True): (
         "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano"
     ),
     WordRules((_LLAMA3,)): "dbrx smaug-bpe glm4 chatglm-bpe",
-    WordRules((_JAIS2,)): "jais-2",
     WordRules((r"\p{N}{1,3}", _MINICPM5), ignores_merges=True): "minicpm5",
     WordRules((_QWEN2,)): "qwen2 deepseek-r1-qwen kormo f2llmv2 stablelm2 megrez hunyuan grok-2 solar-open",
     WordRules((r"[^\n]+|[\n]+", _QWEN2)): "laguna",
@@ -133,17 +107,13 @@ _RULES: dict[WordRules, str] = {
     WordRules(("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}")): "deepseek-coder",
     WordRules((r"\p{N}{1,3}", _KANJI_KANA, _DEEPSEEK3)): "deepseek-v3 hunyuan-dense hy_v4 joyai-llm",
     WordRules((r"\p{N}{1,3}", _KANJI_KANA, _SPARK, r"\p{N}")): "spark2_5",
-    WordRules((_DIGITS_FROM_RIGHT, _AFMOE_ASIAN, _DEEPSEEK3)): "afmoe",
     WordRules((_YOUTU_LETTERS, _YOUTU), ignores_merges=True): "youtu",
     WordRules((_TEKKEN,), ignores_merges=True, adds_bos=True): "tekken",
     WordRules((_GPT4O,)): "gpt-4o llama4 kanana2 talkie minimax-m2",
     WordRules((r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O)): "tiny_aya cohere2moe",
     WordRules((_KIMI,)): "kimi-k2",
     WordRules((r"\p{N}+", r"(?=(\d{3})+(?!\d))")): "superbpe",
-    WordRules((_BAILING,)): "bailingmoe bailingmoe2 llada-moe",
     WordRules((_SEED,)): "seed-coder",
-    WordRules((_EXAONE_MOE,)): "exaone-moe",
-    WordRules((_BLOOM,)): "poro-chat bloom gpt3-finnish",
     WordRules((_BLOOM, r"\p{N}")): "viking",
 }
 WORD_RULES = {name: rules for rules, names in _RULES.items() for name in names.split()}

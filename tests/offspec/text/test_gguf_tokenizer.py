@@ -125,19 +125,13 @@ def has_inner_capitals(text: str) -> bool:
     return re.search("[a-z][A-Z]", text) is not None or has_marks_or_capitals(text)
 
 
-def has_digits(text: str) -> bool:
-    """Which the engine joins to what stands before them."""
-    return re.search("[0-9]", text) is not None
-
-
 # Where llama.cpp's engine knows less than the expression in the tokenizer's own file says.
 COARSER: dict[str, Callable[[str], bool]] = {
     "tekken": has_marks_or_capitals,  # letters have a case in ASCII alone, and no marks
     "gpt-4o": has_marks_or_capitals,
     "kimi-k2": has_inner_capitals,  # letters have no case at all
     "youtu": has_inner_capitals,
-    "tiny_aya": lambda text: has_inner_capitals(text) or has_digits(text),
-    "afmoe": lambda text: has_digits(text) or re.search(r"[\u0e00-\u0e7f]", text) is not None,
+    "tiny_aya": lambda text: has_inner_capitals(text) or re.search("[0-9]", text) is not None,
     "superbpe": lambda text: any(char.isdecimal() for char in text if char > "\x7f"),
     "deepseek-coder": lambda text: any(char.isspace() for char in text if char > "\x7f"),
     "deepseek-llm": lambda text: any(char.isspace() for char in text if char > "\x7f"),
