@@ -18,7 +18,7 @@ from offspec.loaders.files.checkpoint import show
 from ..errors import UnsupportedModelError
 from .gguf_pretokenizers import WORD_RULES
 from .gguf_tokens import ADDED_KINDS, REMEDY, GgufTokens, Metadata, TokenKind, is_utf8, read_tokens
-from .tokenizer_files import MOST_ADDED_CHARACTERS, TokenizerSettings, library_errors, put_bos_first
+from .tokenizer_files import MOST_ADDED_CHARACTERS, TokenizerSettings, library_errors
 
 MOST_MERGES = 2**21  # Gemma's vocabulary has 0.6 million
 _SPACE = "▁"
@@ -64,7 +64,7 @@ def read_gguf(values: Mapping[str, Any], path: Path) -> tuple[tokenizers.Tokeniz
         special = {
             _TEMPLATE_NAMES[role]: tokens.texts[i] for role, i in tokens.roles.items() if role in _TEMPLATE_NAMES
         }
-        settings = TokenizerSettings(
+        return backend, TokenizerSettings(
             special_tokens=special,
             added_tokens={},
             add_bos=add_bos,
@@ -72,8 +72,6 @@ def read_gguf(values: Mapping[str, Any], path: Path) -> tuple[tokenizers.Tokeniz
             chat_template=template,
             chat_template_file=metadata.path,
         )
-        put_bos_first(backend, settings)
-        return backend, settings
 
 
 def _byte_level(metadata: Metadata, tokens: GgufTokens) -> tuple[tokenizers.Tokenizer, bool]:

@@ -40,8 +40,6 @@ _ROLES: dict[str, tuple[str, str]] = {
     "eos": ("eos_token_id", ""),
     "unk": ("unknown_token_id", ""),
     "pad": ("padding_token_id", ""),
-    "sep": ("seperator_token_id", ""),  # (sic)
-    "mask": ("mask_token_id", ""),
     "eot": (
         "eot_token_id",
         "<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> <|end_of_text|> <EOT> _<EOT> [EOT] "
@@ -92,13 +90,15 @@ class Metadata:
             raise self.error(f"{key} is {show(value)}, which is not a valid value")
         return value
 
-    def array(self, key: str, kind: type | tuple[type, ...]) -> list[Any] | None:
-        """A list of values of one type, or None."""
+    def array(self, key: str, kind: type | tuple[type, ...], count: int | None = None) -> list[Any] | None:
+        """A list of values of one type, or None. count: of its values, if another one is a mistake."""
         values: list[Any] | None = self.optional(key, list)
         allowed = kind if isinstance(kind, tuple) else (kind,)
         if values is not None and any(type(value) not in allowed for value in values):
             wrong = next(value for value in values if type(value) not in allowed)
             raise self.error(f"{key} contains {show(wrong)}, which is not a valid value")
+        if values is not None and count is not None and len(values) != count:
+            raise self.error(f"it has {count} tokens, but {len(values)} values of {key}")
         return values
 
 
@@ -131,10 +131,15 @@ def read_tokens(metadata: Metadata, default_roles: Mapping[str, int]) -> GgufTok
             raise metadata.error(f"tokens {first} and {token_id} are both {show(text)}")
         if not is_utf8(text):
             raise metadata.error(f"token {token_id} is {show(text)}, which is not UTF-8")
-    kinds = _kinds(metadata, len(texts))
+    numbers = metadata.array("tokenizer.ggml.token_type", int, len(texts)) or [TokenKind.NORMAL] * len(texts)
+    kind_of = {int(kind): kind for kind in TokenKind}
+    kinds = [kind_of.get(number, TokenKind.UNDEFINED) for number in numbers]
+    scores = metadata.array("tokenizer.ggml.scores", (float, int), len(texts)) or [0.0] * len(texts)
+    if any(score != score for score in scores):
+        raise metadata.error("tokenizer.ggml.scores contains a value that is not a number")
     roles = _roles(metadata, ids, kinds, default_roles)
     end_ids = _end_ids(ids, kinds, roles)
-    return GgufTokens(texts, kinds, _scores(metadata, len(texts)), ids, roles, end_ids)
+    return GgufTokens(texts, kinds, scores, ids, roles, end_ids)
 
 
 def is_utf8(text: str) -> bool:
@@ -144,27 +149,6 @@ def is_utf8(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _kinds(metadata: Metadata, num_tokens: int) -> list[TokenKind]:
-    kinds = metadata.array("tokenizer.ggml.token_type", int)
-    if kinds is None:
-        return [TokenKind.NORMAL] * num_tokens
-    if len(kinds) != num_tokens:
-        raise metadata.error(f"it has {num_tokens} tokens, but {len(kinds)} types (tokenizer.ggml.token_type)")
-    kind_of = {int(kind): kind for kind in TokenKind}
-    return [kind_of.get(kind, TokenKind.UNDEFINED) for kind in kinds]
-
-
-def _scores(metadata: Metadata, num_tokens: int) -> list[float]:
-    scores = metadata.array("tokenizer.ggml.scores", (float, int))
-    if scores is None:
-        return [0.0] * num_tokens
-    if len(scores) != num_tokens:
-        raise metadata.error(f"it has {num_tokens} tokens, but {len(scores)} scores (tokenizer.ggml.scores)")
-    if any(score != score for score in scores):
-        raise metadata.error("tokenizer.ggml.scores contains a value that is not a number")
-    return scores
 
 
 def _roles(

@@ -57,8 +57,13 @@ class SharedTokens:
 
         Raises VocabularyMismatchError if they share too few tokens, or if the bytes of tokens are not known.
         """
-        _check_bytes_known(target, "target")
-        _check_bytes_known(draft, "draft")
+        for tokenizer, role in ((target, "target"), (draft, "draft")):
+            if tokenizer.token_bytes is None:
+                raise VocabularyMismatchError(
+                    "draft and target have different vocabularies, which is supported for byte-level BPE and "
+                    f"sentencepiece only; the {role} {tokenizer.folder} has another kind of tokenizer; choose a draft "
+                    "of the target's family, or `draft=lookup`"
+                )
         their_ids = ids_by_bytes(draft, draft_size)
         pairs = {i: their_ids[text] for text, i in ids_by_bytes(target, target_size).items() if text in their_ids}
         ours, theirs = (tokenizer.encode(SAMPLE, add_special_tokens=False) for tokenizer in (target, draft))
@@ -73,15 +78,6 @@ class SharedTokens:
         roles = _equal_roles(target, draft).items()
         special = {i: other for i, other in roles if i < target_size and other < draft_size}
         return cls(pairs | special, share, len(theirs) / len(ours))
-
-
-def _check_bytes_known(tokenizer: Tokenizer, role: str) -> None:
-    if tokenizer.token_bytes is None:
-        raise VocabularyMismatchError(
-            "draft and target have different vocabularies, which is supported for byte-level BPE and sentencepiece "
-            f"only; the {role} {tokenizer.folder} has another kind of tokenizer; choose a draft of the target's "
-            "family, or `draft=lookup`"
-        )
 
 
 def ids_by_bytes(tokenizer: Tokenizer, size: int) -> dict[bytes, int]:

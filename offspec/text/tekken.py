@@ -22,7 +22,6 @@ from .tokenizer_files import (
     MOST_ADDED_CHARACTERS,
     TokenizerSettings,
     library_errors,
-    put_bos_first,
     read_chat_template,
     read_json,
 )
@@ -55,7 +54,7 @@ def read_tekken(file: Path) -> tuple[tokenizers.Tokenizer, TokenizerSettings]:
         backend.add_special_tokens([tokenizers.AddedToken(text, special=True, normalized=False) for text in special])
         named = {"bos_token": BOS, "eos_token": EOS, "unk_token": UNK, "pad_token": PAD}
         template, template_file = read_chat_template(file.parent, {})
-        settings = TokenizerSettings(
+        return backend, TokenizerSettings(
             special_tokens={name: text for name, text in named.items() if text in special},
             added_tokens={},
             add_bos=BOS in special,
@@ -63,8 +62,6 @@ def read_tekken(file: Path) -> tuple[tokenizers.Tokenizer, TokenizerSettings]:
             chat_template=template,
             chat_template_file=template_file,
         )
-        put_bos_first(backend, settings)
-    return backend, settings
 
 
 def _special_tokens(content: dict[str, Any], file: Path) -> list[str]:

@@ -24,7 +24,10 @@ def main() -> None:
     path, deadline_s, most_bytes, most_characters = json.loads(sys.argv[1])
     sys.path[:] = path
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent process
-    limit_address_space(most_bytes)
+    if sys.platform != "win32":
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (most_bytes, most_bytes))  # larger allocations raise MemoryError
     environment()  # outside the deadline: on a busy machine, importing jinja2 takes longer than most renderings
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     while (request := receive(requests)) is not None:
@@ -32,14 +35,6 @@ def main() -> None:
         answer = rendered(request, most_characters)
         limit_time(0)
         send(answers, answer)
-
-
-def limit_address_space(most_bytes: int) -> None:
-    """Limit this process's address space; larger allocations raise MemoryError."""
-    if sys.platform != "win32":
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_AS, (most_bytes, most_bytes))
 
 
 def limit_time(seconds: float) -> None:

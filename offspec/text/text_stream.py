@@ -5,12 +5,9 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from ..errors import UsageError
-
-if TYPE_CHECKING:
-    from .tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"
 
@@ -28,6 +25,24 @@ codecs.register_error(_EACH_BYTE, _replace_each_byte)
 # A byte-level decoder resynchronises after one byte that starts a character, or after three continuation bytes (UTF-8
 # has at most four bytes per character, RFC 3629); every token has at least one byte.
 _CONTEXT_TOKENS = 3
+
+
+class TokenDecoder(Protocol):
+    """The part of a tokenizer that a stream needs."""
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids that `skip_special_tokens` omits from a text."""
+
+    @property
+    def byte_anchor(self) -> int | None:
+        """The byte token of "A" if the decoder joins byte tokens to characters (sentencepiece), else None."""
+
+    def stored_token(self, token_id: int) -> str | None:
+        """The token's entry in the vocabulary; None for an unused id."""
+
+    def decode_stored(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """The library's text of these ids."""
 
 
 class TextStream:
@@ -73,7 +88,7 @@ class Detokenizer:
     the cost per token is constant. The context matters because decoders may strip a space at a text's beginning.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, after: Sequence[int] = ()) -> None:
+    def __init__(self, tokenizer: TokenDecoder, skip_special_tokens: bool, after: Sequence[int] = ()) -> None:
         """after: ids of a text that ends with a whole character, and that the new text continues."""
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens

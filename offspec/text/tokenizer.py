@@ -414,7 +414,10 @@ def check_vocabularies(target: Tokenizer, draft: Tokenizer) -> None:
     a special token in both may have two names: releases of a family rename reserved tokens (Llama 3 and 3.1), and a
     wrong guess there is merely rejected.
     """
-    ours, theirs = _tokens_by_id(target), _tokens_by_id(draft)
+    ours, theirs = (
+        {i: token.replace(" ", "▁") for token, i in each._backend.get_vocab(with_added_tokens=True).items()}
+        for each in (target, draft)
+    )
     renamed = target.special_ids & draft.special_ids
     differing = [i for i in ours.keys() & theirs.keys() if ours[i] != theirs[i] and i not in renamed]
     if differing:
@@ -424,11 +427,3 @@ def check_vocabularies(target: Tokenizer, draft: Tokenizer) -> None:
             f"{theirs[first]!r} in {draft.folder} ({len(differing)} differ); choose a draft of the target's family "
             "(`draft=PATH`), or none (`draft=none`)"
         )
-
-
-# ---- tokenizers ------------------------------------------------------------------------------------------------------
-
-
-def _tokens_by_id(tokenizer: Tokenizer) -> dict[int, str]:
-    vocabulary: dict[str, int] = tokenizer._backend.get_vocab(with_added_tokens=True)
-    return {token_id: token.replace(" ", "▁") for token, token_id in vocabulary.items()}

@@ -56,7 +56,16 @@ def read_settings(folder: Path) -> TokenizerSettings:
 
 
 def as_files(backend: tokenizers.Tokenizer, settings: TokenizerSettings) -> dict[str, bytes]:
-    """A tokenizer as the files of a checkpoint folder: name → content."""
+    """A tokenizer as the files of a checkpoint folder: name → content.
+
+    For other programs, a post-processor adds BOS; offspec adds it itself.
+    """
+    if settings.add_bos:
+        bos = settings.special_tokens["bos_token"]
+        backend.post_processor = processors.TemplateProcessing(
+            single=["bos", "$A"],
+            special_tokens=[{"id": "bos", "ids": [backend.token_to_id(bos)], "tokens": [bos]}],
+        )
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
@@ -70,16 +79,6 @@ def as_files(backend: tokenizers.Tokenizer, settings: TokenizerSettings) -> dict
         files["generation_config.json"] = {"eos_token_id": sorted(settings.eos_ids)}
     written = {name: json.dumps(content, ensure_ascii=False, indent=2).encode() for name, content in files.items()}
     return {"tokenizer.json": backend.to_str(pretty=True).encode(), **written}
-
-
-def put_bos_first(backend: tokenizers.Tokenizer, settings: TokenizerSettings) -> None:
-    """Add BOS by a post-processor, for other programs that read the written files; offspec adds BOS itself."""
-    if settings.add_bos:
-        bos = settings.special_tokens["bos_token"]
-        backend.post_processor = processors.TemplateProcessing(
-            single=["bos", "$A"],
-            special_tokens=[{"id": "bos", "ids": [backend.token_to_id(bos)], "tokens": [bos]}],
-        )
 
 
 def read_backend(folder: Path) -> tokenizers.Tokenizer:
