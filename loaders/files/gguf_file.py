@@ -45,6 +45,8 @@ _STRING, _ARRAY, _BOOL = 8, 9, 7
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", _BOOL: "?", 10: "Q", 11: "q", 12: "d"}
 
 Metadata = Mapping[str, Any]
+# Of the model that was read last, by path, size and time: its tokenizer takes the lists out, whose reading takes 1 s.
+_LAST: dict[tuple[Path, int, int], Metadata] = {}
 
 
 @dataclass(frozen=True)
@@ -146,12 +148,23 @@ def read_model(path: Path, *, headers_only: bool = False) -> GgufModel:
     promised = headers[0].metadata.get("split.tensors.count", len(tensors))
     if len(parts) > 1 and promised != len(tensors):
         raise fault(parts[0], f"declares {show(promised)} tensors, but its parts have {len(tensors)}; {_AGAIN}")
+    if not headers_only:
+        _LAST.clear()
+        _LAST[_version(parts[0])] = headers[0].metadata
     return GgufModel(path, headers[0].metadata, tensors)
 
 
 def read_metadata(path: Path) -> Metadata:
     """The metadata of the first part. Strings are decoded as UTF-8 with `surrogateescape`. Raises CheckpointError."""
-    return _read_header(part_paths(path)[0], headers_only=True).metadata
+    first = part_paths(path)[0]
+    metadata = _LAST.pop(_version(first), None)
+    return _read_header(first, headers_only=True).metadata if metadata is None else metadata
+
+
+def _version(path: Path) -> tuple[Path, int, int]:
+    with reading(path):
+        status = path.stat()
+        return path, status.st_size, status.st_mtime_ns
 
 
 def has_header(path: Path) -> bool:

@@ -13,6 +13,7 @@ import pytest
 from huggingface_hub.utils import filter_repo_objects
 
 from offspec.errors import CheckpointError, MissingWeightsError
+from offspec.loaders.files import gguf_file
 from offspec.loaders.files.containers import open_checkpoint
 from offspec.loaders.files.gguf_file import GgufFile, part_paths, read_metadata, read_model
 from offspec.loaders.files.hub import resolve
@@ -45,6 +46,14 @@ def test_metadata_and_tensors(model: Path) -> None:
     content = model.read_bytes()
     assert np.frombuffer(content[norm.offset : norm.offset + norm.nbytes], np.float32).tolist() == [1.0] * 32
     assert read_metadata(model) == found.metadata
+
+
+def test_a_tokenizer_takes_what_its_model_has_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read_model(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(gguf_file, "_read_header", None)
+        taken = read_metadata(model)
+    assert taken == read_metadata(model)
 
 
 def test_a_folder_with_one_model(model: Path) -> None:
