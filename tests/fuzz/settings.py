@@ -11,19 +11,24 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 from unittest.mock import patch
 
+import numpy as np
+
 from offspec import KV_CACHES, Constraint, Engine, SamplingParams, SpeculationParams, Step, builtin
 from offspec.errors import ConstraintError, OffspecError, UsageError
+from offspec.loaders.streaming.placement import Slots, places_of
+from offspec.planning.plan import Plan
+from offspec.planning.probe import plan_here
 from offspec.running.batch import Batch
 from offspec.scheduler.params import TREES, Scoring, Stopping
 from offspec.session import Session
 from offspec.tools.verification import Setting, first_difference
 
-from ..offspec.checkpoints.test_grouped_models import RATES, streamed
+from ..offspec.checkpoints.test_grouped_models import RATES
 
 PLAIN, CONTEXT = SpeculationParams(budget=0), 512
 PROMPTS = (
@@ -47,6 +52,19 @@ DRAFTS: tuple[Any, ...] = (
     "shadow:3",
 )
 Text = tuple[tuple[int, ...], str, str | None]  # token ids, text, and why it ended
+
+
+def streamed(num_resident: int) -> Callable[..., Plan]:
+    """In place of `plan_here`: all layers but some come from disk."""
+
+    def place(*args: Any) -> Plan:
+        plan = plan_here(*args)
+        resident, on_disk = (tuple(r.tolist()) for r in np.split(np.arange(len(plan.layers)), [num_resident]))
+        slot = max(layer.slot_bytes for layer in plan.layers)
+        where = replace(plan.placement, places=places_of(resident=resident, on_disk=on_disk), slots=Slots(2, 0, slot))
+        return replace(plan, placement=where)
+
+    return place
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,8 @@ from offspec.planning.probe import plan_here
 from ..cli.sandbox import write_gguf
 from ..machines import needs_kernels
 from ..pair import Pair, build_pair
+from .checkpoints.test_grouped_models import CASES
+from .checkpoints.test_grouped_models import build as build_grouped
 from .drafts.test_head_draft import HEADS
 from .model.heads.head_twins import write_folder
 
@@ -52,6 +54,8 @@ FORMS = {
     "bf16": Form(options={"dtype": "bf16"}),
     "bf16 in fp32": Form("bf16", {"dtype": "fp32"}),
     "nf4": Form("nf4", {"dtype": "fp32"}),
+    "q4_k_m": Form("q4_k_m", {"dtype": "fp32"}),
+    "gptq": Form("gptq", {"dtype": "fp32"}),
     "rows in 8 bits": Form("gguf", {"arithmetic": "int8"}),
     "entries in 8 bits": Form(options={"dtype": "fp32", "kv_cache": "8"}),
     "entries in 4 bits": Form(options={"dtype": "bf16", "kv_cache": "4"}),
@@ -100,6 +104,8 @@ def stored(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Callable[[st
         if form == "gguf":
             write_gguf(pair.target, folder / "target.gguf", {"attn_": "Q8_0", "ffn_gate": "Q4_0", "norm": "F32"})
             return folder / "target.gguf"
+        if form == "gptq":
+            return build_grouped(pair, folder, CASES["gptq, act order"]).packed
         convert(pair.target, folder / form, ConvertParams(form))
         return folder / form
 

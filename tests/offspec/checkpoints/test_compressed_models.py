@@ -6,9 +6,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ from offspec.errors import CheckpointError
 from ...loaders.formats.test_compressed_tensors import Case, calibrated, floats, integers
 from ...pair import Pair, build_pair, variant
 from ...refusals import refused
-from .test_grouped_models import RATES, assert_texts_agree, logits, offspec
+from .test_grouped_models import RATES, logits, offspec
 
 transformers = pytest.importorskip("transformers")
 ct = pytest.importorskip("compressed_tensors")
@@ -55,12 +53,8 @@ class Model:
 
     packed: Path
     plain: Path
-    draft: Path
     form: str
     logits: Tensor
-
-
-GetModel = Callable[[str], Model]
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +93,7 @@ def compress(pair: Pair, folder: Path, case: Case) -> Model:
     }
     shutil.copytree(pair.target, folder / "plain")
     save_file(plain, folder / "plain" / "model.safetensors")
-    return Model(folder / "packed", folder / "plain", pair.draft, case.form, logits_of(model))
+    return Model(folder / "packed", folder / "plain", case.form, logits_of(model))
 
 
 def nvfp4_matrices(tensors: dict[str, Tensor], case: Case) -> dict[str, Tensor]:
@@ -112,27 +106,15 @@ def nvfp4_matrices(tensors: dict[str, Tensor], case: Case) -> dict[str, Tensor]:
     return made
 
 
-@pytest.fixture(scope="module")
-def compressed(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> GetModel:
-    return cache(lambda name: compress(pair, tmp_path_factory.mktemp("compressed"), CASES[name]))
-
-
 @pytest.fixture(scope="module", params=CASES)
-def model(request: pytest.FixtureRequest, compressed: GetModel) -> Model:
-    return compressed(request.param)
+def model(request: pytest.FixtureRequest, pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return compress(pair, tmp_path_factory.mktemp("compressed"), CASES[request.param])
 
 
 def test_logits_are_the_librarys(model: Model) -> None:
     files = ModelFiles.open(model.packed, "fp32", "cpu", [])
     assert files.packed_form == model.form
     torch.testing.assert_close(logits(model.packed), model.logits, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["w4a16, asymmetric"])
-def test_texts(name: str, compressed: GetModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = compressed(name)
-    assert_texts_agree(model.packed, model.plain, model.draft, monkeypatch)
 
 
 # ---------------------------------------------------------------------------------------------------------- DeepSeek's
@@ -173,7 +155,7 @@ def fp8(request: pytest.FixtureRequest, pair: Pair, tmp_path_factory: pytest.Tem
     variant(pair.target, folder / "plain")
     save_file(plain, folder / "plain" / "model.safetensors")
     reference = transformers.AutoModelForCausalLM.from_pretrained(folder / "plain", dtype=torch.float32)
-    return Model(folder / "packed", folder / "plain", pair.draft, "fp8", logits_of(reference))
+    return Model(folder / "packed", folder / "plain", "fp8", logits_of(reference))
 
 
 def test_fp8_says_what_plain_matrices_say(fp8: Model) -> None:

@@ -1,13 +1,9 @@
-"""An AWQ or GPTQ checkpoint says what the same numbers in plain matrices say, resident and streamed,
-and commands take it.
-"""
+"""An AWQ or GPTQ checkpoint says what the same numbers in plain matrices say, and commands take it."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from offspec import Engine, SamplingParams, SpeculationParams, loading
+from offspec import Engine
 from offspec.checkpoints.load import WeightSettings, load_decoder
 from offspec.checkpoints.opening import ModelFiles
 from offspec.cli.main import run
 from offspec.errors import UnsupportedModelError
 from offspec.loaders.machine.hardware import Rates
-from offspec.loaders.streaming.placement import Slots, places_of
 from offspec.model.decoder import CachedDecoder
-from offspec.planning.plan import Plan, all_resident
-from offspec.planning.probe import plan_here
+from offspec.planning.plan import all_resident
 
 from ...loaders.formats.test_grouped import Quantised, said_by
 from ...pair import Pair, build_pair, variant
@@ -34,18 +28,15 @@ from ...refusals import refused
 
 CPU = torch.device("cpu")
 NO_NODES = np.empty(0, np.int64), np.empty(0, np.int64), np.empty((0, 0), bool)
-PLAIN, TREES = SpeculationParams(0), SpeculationParams(16)
 RATES = Rates(matmul_flops={1: 1e10}, dequantise_elements_per_s=1e9)  # to measure them takes longer than all else
-REQUESTS = [SamplingParams(8, seed=0, ignore_eos=True), SamplingParams(8, temperature=1.0, top_p=0.9, seed=1)]
 
 
 @dataclass(frozen=True)
 class Model:
-    """A target in `packed` form, the same numbers in `plain` matrices, and the pair's draft."""
+    """A target in `packed` form, and the same numbers in `plain` matrices."""
 
     packed: Path
     plain: Path
-    draft: Path
 
 
 @dataclass(frozen=True)
@@ -113,7 +104,7 @@ def build(pair: Pair, folder: Path, case: Case) -> Model:
                 packed[f"{module}.bias"] = torch.zeros(tensor.shape[0]).half()
     said = said_by(case.form, case.group_size)
     write(pair.target, folder / "packed", packed, is_sharded=case.is_sharded, quantization_config=said)
-    return Model(folder / "packed", write(pair.target, folder / "plain", plain), pair.draft)
+    return Model(folder / "packed", write(pair.target, folder / "plain", plain))
 
 
 @pytest.fixture(scope="module")
@@ -135,26 +126,6 @@ def model(request: pytest.FixtureRequest, pair: Pair, tmp_path_factory: pytest.T
     return build(pair, tmp_path_factory.mktemp("grouped"), request.param)
 
 
-def streamed(num_resident: int) -> Callable[..., Plan]:
-    """In place of `plan_here`: all layers but some come from disk."""
-
-    def place(*args: Any) -> Plan:
-        plan = plan_here(*args)
-        resident, on_disk = (tuple(r.tolist()) for r in np.split(np.arange(len(plan.layers)), [num_resident]))
-        slot = max(layer.slot_bytes for layer in plan.layers)
-        where = replace(plan.placement, places=places_of(resident=resident, on_disk=on_disk), slots=Slots(2, 0, slot))
-        return replace(plan, placement=where)
-
-    return place
-
-
-def texts(engine: Engine, speculation: SpeculationParams) -> list[list[int]]:
-    return [
-        [token for step in engine.generate("def area(", request, speculation) for token in step.token_ids]
-        for request in REQUESTS
-    ]
-
-
 def logits(folder: Path) -> Tensor:
     files = ModelFiles.open(folder, "fp32", "cpu", [])
     decoder = load_decoder(files, all_resident(files), CPU, WeightSettings(has_far_embedding=True))
@@ -170,32 +141,6 @@ def assert_alike(one: Path, other: Path) -> None:
 
 def test_logits_are_those_of_plain_matrices(model: Model) -> None:
     assert_alike(model.packed, model.plain)
-
-
-@pytest.mark.slow
-@one_of_each
-def test_texts_are_those_of_plain_matrices_and_of_plain_decoding(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert_texts_agree(model.packed, model.plain, model.draft, monkeypatch)
-
-
-def assert_texts_agree(packed: Path, plain: Path, draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of plain matrices and plain decoding, and of trees where all layers but one are streamed."""
-    with closing(Engine.load(str(plain), draft="none", device="cpu")) as source:
-        expected = texts(source, PLAIN)
-    assert len({token for text in expected for token in text}) > 6
-    monkeypatch.setattr(loading, "plan_here", streamed(1))
-    monkeypatch.setattr(loading, "measure_quick_rates", lambda *_: RATES)
-    with closing(Engine.load(str(packed), draft=str(draft), device="cpu")) as engine:
-        assert not engine.target.weights.is_resident
-        assert texts(engine, TREES) == expected
-
-
-@pytest.mark.slow
-def test_it_can_be_the_draft(pair: Pair, tmp_path: Path) -> None:
-    awq = build(pair, tmp_path, CASES["awq"])
-    engine = Engine.load(str(pair.target), draft=str(awq.packed), device="cpu")
-    assert texts(engine, TREES) == texts(engine, PLAIN)
-    engine.close()
 
 
 def test_a_bias_that_holds_something_is_refused(pair: Pair, tmp_path: Path) -> None:
