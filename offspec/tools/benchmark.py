@@ -160,9 +160,6 @@ class Figure:
     def of(cls, values: Sequence[float]) -> Figure:
         return cls(statistics.median(values), min(values), max(values))
 
-    def as_dict(self) -> dict[str, float]:
-        return {"median": self.median, "low": self.low, "high": self.high}
-
 
 @dataclass(frozen=True)
 class BenchmarkRow:
@@ -198,7 +195,7 @@ class BenchmarkRow:
             "budget": self.budget,
             "is_lossy": self.accept != "exact",
             "log_likelihood_per_token": self.log_likelihood,
-            **{name: figure and figure.as_dict() for name in figures for figure in [getattr(self, name)]},
+            **{name: figure and vars(figure) for name in figures for figure in [getattr(self, name)]},
             "first_pass_ms": dict(zip(names, self.first_ms, strict=True)),
             "later_pass_ms": self.later_ms and dict(zip(names, self.later_ms, strict=True)),
         }

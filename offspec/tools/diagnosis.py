@@ -25,7 +25,7 @@ from offspec.loaders.machine.product_rates import ProductRate as ProductRate  # 
 from offspec.loaders.machine.product_rates import product_rates
 from offspec.loaders.units import format_quantity, format_seconds, format_size
 
-from ..checkpoints.opening import Note, choose_device
+from ..checkpoints.opening import choose_device
 from ..errors import HardwareError
 
 MAX_ADVICE = 4
@@ -96,9 +96,11 @@ def diagnose(
     device: auto, cpu, cuda or cuda:N. path: a folder with models, or a model's file; the default is the hub's cache.
     Raises UsageError for a missing device, HardwareError for one that does not respond.
     """
-    notes: list[Note] = []
-    place = choose_device(device, notes)
-    where = models_folder() if path is None else path
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    place = choose_device(device, [])
+    cache = Path(HF_HUB_CACHE).absolute()
+    where = path or next(folder for folder in (cache, *cache.parents) if folder.is_dir())
     hardware, load_average = read_hardware(place), psutil.getloadavg()[0]
     products: tuple[ProductRate, ...] = ()
     if not quick:
@@ -135,14 +137,6 @@ def diagnose(
 def measure_products(dtype: torch.dtype) -> tuple[ProductRate, ...]:
     """Rates of products of rows of `dtype` with 16-bit and NF4 matrices."""
     return tuple(rate for form in (HALF_DTYPES[dtype], "nf4") for rate in product_rates(form, dtype, WIDTHS))
-
-
-def models_folder() -> Path:
-    """The hub's cache, or its nearest existing parent folder."""
-    from huggingface_hub.constants import HF_HUB_CACHE
-
-    cache = Path(HF_HUB_CACHE).absolute()
-    return next(folder for folder in (cache, *cache.parents) if folder.is_dir())
 
 
 def dtype_of(hardware: Hardware) -> torch.dtype:

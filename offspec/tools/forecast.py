@@ -324,7 +324,7 @@ def make_forecast(
     return Forecast(
         options.model,
         _title(request.target, assumed.form, plan),
-        machine.name,
+        machine.hardware.gpu.name if machine.hardware.gpu else "RAM",
         plan,
         rates,
         {w: plan.predict_pass_s(rates, w) for w in widths},
@@ -365,10 +365,6 @@ class Machine:
     def device_type(self) -> str:
         return "cuda" if self.known_gpu else self.place.type
 
-    @property
-    def name(self) -> str:
-        return self.hardware.gpu.name if self.hardware.gpu else "RAM"
-
     def measure(self, target: ModelFiles, plan: Plan, widths: Sequence[int], progress: Callable[[str], None]) -> Rates:
         """Rates of products with the target's matrices, and of the links; of an assumed card, from its data sheet."""
         if self.known_gpu is not None:
@@ -395,8 +391,9 @@ class Machine:
         name, ram = self.assumed.cpu or DESKTOP, self.assumed.ram_bytes_per_s
         if self.known_gpu is None or name == THIS_CPU:
             flops = {} if plan.experts is None else host_flops(target)
-            source, num_cores = "measured here", self.hardware.num_cores
-            ram_rate = ram or _measured_ram()
+            source, num_cores, ram_rate = "measured here", self.hardware.num_cores, ram
+            with suppress(RuntimeError, MemoryError):  # there may be no room to measure it
+                ram_rate = ram or measure_memory(torch.device("cpu"), seconds=0.1)
         else:
             cpu = KNOWN_CPUS[name]
             ram_rate, source, num_cores = ram or cpu.ram_bytes_per_s, f"assumed: {cpu.name}", cpu.num_cores
@@ -410,14 +407,6 @@ class Machine:
         if self.known_gpu is not None or (load := psutil.getloadavg()[0]) <= self.hardware.num_cores:
             return ""
         return f"this machine is busy: {load:.1f} processes share {self.hardware.num_cores} cores"
-
-
-def _measured_ram() -> float | None:
-    """Bytes/s of this machine's RAM; None if there is no room to measure it."""
-    try:
-        return measure_memory(torch.device("cpu"), seconds=0.1)
-    except (RuntimeError, MemoryError):
-        return None
 
 
 def _packed_bytes(target: ModelFiles) -> float | None:

@@ -68,10 +68,7 @@ def test_what_costs_nothing_is_advised_before_memory_if_it_brings_much(plan: Pla
     assert best_improvement(now, [now, other], gains, packed) == Improvement("format", "nf4", 6.0, 3.0)
     assert best_improvement(now, [now, other], gains, None) == Improvement("RAM", 16 * GIB, 8.0, 4.0)
     assert best_improvement(now, [now, other, missing], [], None) == Improvement("draft", "shadow:4", 2.5, 1.25)
-
-
-def test_a_draft_to_download_is_advised_with_its_size(plan: Plan) -> None:
-    now, family = prospect(plan, "lookup", 2.0), replace(prospect(plan, "org/small", 8.0), download_bytes=GIB)
+    family = replace(prospect(plan, "org/small", 8.0), download_bytes=GIB)
     instead = replace(prospect(plan, "shadow:4", 9.0), why_not="lookup would draft")
     assert best_improvement(now, [now, family, instead], [], None) == Improvement("draft", "org/small", 8.0, 4.0, GIB)
 

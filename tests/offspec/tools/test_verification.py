@@ -16,7 +16,7 @@ from offspec.scheduler.trees import verify as scheduler_verify
 from offspec.scheduler.trees.verify import Verdict
 from offspec.tools.verification import NEAR_TIE, Setting, near_tie, settings_of, verify
 
-from ...pair import build_pair
+from ...pair import Pair
 from ...refusals import refused
 from ...scheduler.fakes import build_index
 
@@ -24,8 +24,7 @@ PROMPTS = ["def area(", "for item in"]
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    pair = build_pair(tmp_path_factory.mktemp("pair"))
+def engine(pair: Pair) -> Engine:
     return Engine.load(str(pair.target), draft=str(pair.draft), device="cpu", dtype="fp32")
 
 
@@ -104,10 +103,7 @@ def test_only_near_ties_of_inexact_engines_are_excused(engine: Engine, monkeypat
 
 
 @pytest.mark.parametrize(("kv_cache", "excused"), [("16", 0.0), ("8", 1.0)])
-def test_packed_entries_have_near_ties_in_fp32_too(
-    tmp_path_factory: pytest.TempPathFactory, kv_cache: str, excused: float
-) -> None:
-    pair = build_pair(tmp_path_factory.mktemp("packed"))
+def test_packed_entries_have_near_ties_in_fp32_too(pair: Pair, kv_cache: str, excused: float) -> None:
     options: dict[str, Any] = {"draft": "none", "device": "cpu", "dtype": "fp32", "kv_cache": kv_cache}
     with Engine.load(str(pair.target), arithmetic="fast", **options) as engine:
         assert near_tie(engine) == excused
