@@ -264,15 +264,14 @@ Config = dict[str, Any]
 class Architecture:
     """How llama.cpp stores one family of models.
 
-    model_type, class_name: the family's in Hugging Face's config.json. names: of the tensors in a layer, whole or
-    without .weight and .bias. differences: the family's additional fields of config.json. differs_by_layer: it reads
+    model_type: the family's in Hugging Face's config.json. names: of the tensors in a layer, whole or without .weight
+    and .bias. differences: the family's additional fields of config.json. differs_by_layer: it reads
     lists of sizes by layer (`Keys.by_layer`). has_paired_heads: Q's and K's rows are in llama.cpp's order. norm_offset:
     llama.cpp added this to the weights of norms. change: of other tensors. shared: whole names of tensors outside the
     layers, if they differ. has_rope: config.json describes RoPE.
     """
 
     model_type: str
-    class_name: str
     names: Mapping[str, str] = field(default_factory=lambda: _LLAMA)
     differences: Callable[[Keys, Config], Config] = lambda keys, config: {}
     has_paired_heads: bool = False
@@ -390,8 +389,9 @@ def _num_experts(keys: Keys, name: str = "num_local_experts") -> Config:
 
 def _llama(keys: Keys, config: Config) -> Config:
     """With experts, the model is a Mixtral."""
-    mixtral = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "sliding_window": None}
-    return {**mixtral, **_num_experts(keys)} if keys.value("expert_count") else {}
+    if not keys.value("expert_count"):
+        return {}
+    return {"model_type": "mixtral", "sliding_window": None, **_num_experts(keys)}
 
 
 def _qwen2_moe(keys: Keys, config: Config) -> Config:
@@ -432,7 +432,6 @@ def _deepseek2(keys: Keys, config: Config) -> Config:
     return {
         **_deepseek_experts(keys),
         "model_type": "deepseek_v3" if has_sigmoid else "deepseek_v2",
-        "architectures": ["DeepseekV3ForCausalLM" if has_sigmoid else "DeepseekV2ForCausalLM"],
         "head_dim": rotated,
         "q_lora_rank": keys.integer("attention.q_lora_rank") if keys.has_tensor("attn_q_a.weight") else None,
         "kv_lora_rank": keys.integer("attention.kv_lora_rank"),
@@ -457,9 +456,7 @@ def _granite(keys: Keys, config: Config) -> Config:
 
 def _olmo2(keys: Keys, config: Config) -> Config:
     """With sliding windows, the model is OLMo 3."""
-    if not keys.value("attention.sliding_window"):
-        return {}
-    return {"model_type": "olmo3", "architectures": ["Olmo3ForCausalLM"], **_windows(keys, config, 4)}
+    return {"model_type": "olmo3", **_windows(keys, config, 4)} if keys.value("attention.sliding_window") else {}
 
 
 def _cohere(keys: Keys, config: Config) -> Config:
@@ -474,7 +471,6 @@ def _mistral3(keys: Keys, config: Config) -> Config:
     original = scaling.get("original_max_position_embeddings", config["max_position_embeddings"])
     return {
         "model_type": "ministral3",
-        "architectures": ["Ministral3ForCausalLM"],
         "sliding_window": None,
         "rope_scaling": None,
         "rope_parameters": {
@@ -629,13 +625,12 @@ _GLM4_NORMS = {
 
 # By llama.cpp's names.
 ARCHITECTURES: dict[str, Architecture] = {
-    "llama": Architecture("llama", "LlamaForCausalLM", {**_LLAMA, **_MIXTRAL_EXPERTS}, _llama, has_paired_heads=True),
-    "mistral3": Architecture("mistral", "MistralForCausalLM", differences=_mistral3, has_paired_heads=True),
-    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM"),
-    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM"),
+    "llama": Architecture("llama", {**_LLAMA, **_MIXTRAL_EXPERTS}, _llama, has_paired_heads=True),
+    "mistral3": Architecture("mistral", differences=_mistral3, has_paired_heads=True),
+    "qwen2": Architecture("qwen2"),
+    "qwen3": Architecture("qwen3"),
     "qwen3moe": Architecture(
         "qwen3_moe",
-        "Qwen3MoeForCausalLM",
         {**_LLAMA, **_EXPERTS},
         lambda keys, config: {
             **_num_experts(keys, "num_experts"),
@@ -643,16 +638,14 @@ ARCHITECTURES: dict[str, Architecture] = {
             "norm_topk_prob": True,
         },
     ),
-    "qwen2moe": Architecture("qwen2_moe", "Qwen2MoeForCausalLM", {**_LLAMA, **_QWEN_EXPERTS}, _qwen2_moe),
+    "qwen2moe": Architecture("qwen2_moe", {**_LLAMA, **_QWEN_EXPERTS}, _qwen2_moe),
     "olmoe": Architecture(
         "olmoe",
-        "OlmoeForCausalLM",
         {**_LLAMA, **_EXPERTS},
         lambda keys, config: {**_num_experts(keys, "num_experts"), "norm_topk_prob": False},
     ),
     "gpt-oss": Architecture(
         "gpt_oss",
-        "GptOssForCausalLM",
         {
             **_ATTENTION,
             **_experts("mlp", "router"),
@@ -671,7 +664,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "minimax-m2": Architecture(
         "minimax_m2",
-        "MiniMaxM2ForCausalLM",
         {**_LLAMA, **_MIXTRAL_EXPERTS, "exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias"},
         lambda keys, config: {
             **_num_experts(keys),
@@ -681,7 +673,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "glm4moe": Architecture(
         "glm4_moe",
-        "Glm4MoeForCausalLM",
         {
             **_ATTENTION,
             **_MLP,
@@ -699,16 +690,11 @@ ARCHITECTURES: dict[str, Architecture] = {
             **_partial_rotary(keys, config),
         },
     ),
-    "gemma2": Architecture(
-        "gemma2", "Gemma2ForCausalLM", {**_ATTENTION, **_MLP, **_NORMS_AROUND}, _gemma2, norm_offset=1.0
-    ),
-    "gemma3": Architecture(
-        "gemma3_text", "Gemma3ForCausalLM", {**_ATTENTION, **_MLP, **_NORMS_AROUND}, _gemma3, norm_offset=1.0
-    ),
-    "gemma4": Architecture("gemma4_text", "Gemma4ForCausalLM", _GEMMA4, _gemma4, differs_by_layer=True),
+    "gemma2": Architecture("gemma2", {**_ATTENTION, **_MLP, **_NORMS_AROUND}, _gemma2, norm_offset=1.0),
+    "gemma3": Architecture("gemma3_text", {**_ATTENTION, **_MLP, **_NORMS_AROUND}, _gemma3, norm_offset=1.0),
+    "gemma4": Architecture("gemma4_text", _GEMMA4, _gemma4, differs_by_layer=True),
     "phi3": Architecture(
         "phi3",
-        "Phi3ForCausalLM",
         {**_ATTENTION, "attn_qkv": "self_attn.qkv_proj", **_FUSED_MLP, **_NORMS},
         lambda keys, config: {
             "sliding_window": keys.value("attention.sliding_window") or None,
@@ -718,11 +704,10 @@ ARCHITECTURES: dict[str, Architecture] = {
             **_partial_rotary(keys, config),
         },
     ),
-    "glm4": Architecture("glm4", "Glm4ForCausalLM", {**_ATTENTION, **_FUSED_MLP, **_GLM4_NORMS}, _partial_rotary),
-    "granite": Architecture("granite", "GraniteForCausalLM", differences=_granite, has_paired_heads=True),
+    "glm4": Architecture("glm4", {**_ATTENTION, **_FUSED_MLP, **_GLM4_NORMS}, _partial_rotary),
+    "granite": Architecture("granite", differences=_granite, has_paired_heads=True),
     "deepseek2": Architecture(
         "deepseek_v3",
-        "DeepseekV3ForCausalLM",
         {
             **_LLAMA,
             **_EXPERTS,
@@ -741,22 +726,19 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "granitemoe": Architecture(
         "granitemoe",
-        "GraniteMoeForCausalLM",
         {**_LLAMA, **_GRANITE_EXPERTS},
         lambda keys, config: {**_granite(keys, config), **_num_experts(keys), "has_split_mlp": True},
         has_paired_heads=True,
     ),
-    "olmo2": Architecture("olmo2", "Olmo2ForCausalLM", {**_ATTENTION, **_MLP, **_NORMS_BEHIND}, _olmo2),
-    "command-r": Architecture("cohere", "CohereForCausalLM", differences=_cohere, eps_key="layer_norm_eps"),
+    "olmo2": Architecture("olmo2", {**_ATTENTION, **_MLP, **_NORMS_BEHIND}, _olmo2),
+    "command-r": Architecture("cohere", differences=_cohere, eps_key="layer_norm_eps"),
     "cohere2": Architecture(
         "cohere2",
-        "Cohere2ForCausalLM",
         differences=lambda keys, config: {**_cohere(keys, config), **_windows(keys, config, 4)},
         eps_key="layer_norm_eps",
     ),
     "smollm3": Architecture(
         "smollm3",
-        "SmolLM3ForCausalLM",
         # Every fourth layer has no RoPE; llama.cpp's files do not state this.
         differences=lambda keys, config: {
             "no_rope_layers": [int((i + 1) % 4 != 0) for i in range(config["num_hidden_layers"])]
@@ -765,7 +747,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "starcoder2": Architecture(
         "starcoder2",
-        "Starcoder2ForCausalLM",
         {**_ATTENTION, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj", **_NORMS},
         lambda keys, config: {
             "hidden_act": "gelu_pytorch_tanh",
@@ -776,20 +757,17 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "nemotron": Architecture(
         "nemotron",
-        "NemotronForCausalLM",
         differences=lambda keys, config: {"hidden_act": "relu2", **_partial_rotary(keys, config)},
         norm_offset=1.0,
         eps_key="norm_eps",
     ),
     "exaone4": Architecture(
         "exaone4",
-        "Exaone4ForCausalLM",
         {**_ATTENTION, **_MLP, **_NORMS_BEHIND},
         lambda keys, config: _windows(keys, config, 4),
     ),
     "qwen35": Architecture(
         "qwen3_5_text",
-        "Qwen3_5ForCausalLM",
         {**_QWEN35, **_MTP},
         _qwen35,
         norm_offset=1.0,
@@ -797,7 +775,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "qwen35moe": Architecture(
         "qwen3_5_moe_text",
-        "Qwen3_5MoeForCausalLM",
         {**_QWEN35, **_QWEN_EXPERTS, **_MTP},
         _qwen35_moe,
         norm_offset=1.0,
@@ -805,7 +782,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "qwen3next": Architecture(
         "qwen3_next",
-        "Qwen3NextForCausalLM",
         {
             **_QWEN35,
             **_QWEN_EXPERTS,
@@ -822,7 +798,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "granitehybrid": Architecture(
         "granitemoehybrid",
-        "GraniteMoeHybridForCausalLM",
         _GRANITE_HYBRID,
         _granite_hybrid,
         has_paired_heads=True,
@@ -830,7 +805,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "falcon-h1": Architecture(
         "falcon_h1",
-        "FalconH1ForCausalLM",
         _FALCON_H1,
         # llama.cpp multiplies the factors into the weights.
         lambda keys, config: {
@@ -844,7 +818,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "nemotron_h": Architecture(
         "nemotron_h",
-        "NemotronHForCausalLM",
         _NEMOTRON_H,
         _nemotron_h,
         change=_change_of_decay,
@@ -853,7 +826,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "lfm2": Architecture(
         "lfm2",
-        "Lfm2ForCausalLM",
         _LFM2,
         _lfm2,
         shared=dict.fromkeys(("token_embd_norm.weight", "output_norm.weight"), "model.embedding_norm.weight"),
@@ -873,6 +845,7 @@ def _dflash(keys: Keys, config: Config) -> Config:
     """With a Markov head, the head is DSpark's."""
     is_dspark = "markov_w1.weight" in keys.tensors
     return {
+        "architectures": ["DFlashDraftModel"],
         **_windows(keys, config, 1),
         "use_sliding_window": True,
         "block_size": keys.integer("block_size"),
@@ -890,9 +863,9 @@ def _dflash(keys: Keys, config: Config) -> Config:
 HEADS: dict[str, Architecture] = {
     "eagle3": Architecture(
         "llama",
-        "LlamaForCausalLMEagle3",
         {**_LLAMA, "attn_norm_2": "hidden_norm"},
         lambda keys, config: {
+            "architectures": ["LlamaForCausalLMEagle3"],
             "eagle_aux_hidden_state_layer_ids": _target_layers(keys),
             "norm_before_residual": bool(keys.value("norm_before_residual")),
         },
@@ -900,7 +873,6 @@ HEADS: dict[str, Architecture] = {
     ),
     "dflash": Architecture(
         "qwen3",
-        "DFlashDraftModel",
         differences=_dflash,
         shared={
             "enc.output_norm.weight": "hidden_norm.weight",
@@ -1093,6 +1065,16 @@ def _change(stored_name: str, name: str, kind: Architecture, config: Config) -> 
     return None
 
 
+_CLASSES = {  # Hugging Face's names of models that do not follow from model_type
+    "granitemoe": "GraniteMoe",
+    "granitemoehybrid": "GraniteMoeHybrid",
+    "minimax_m2": "MiniMaxM2",
+    "qwen3_5_moe_text": "Qwen3_5Moe",
+    "qwen3_5_text": "Qwen3_5",
+    "smollm3": "SmolLM3",
+}
+
+
 def _config(keys: Keys, kind: Architecture, model: GgufModel) -> Config:
     """The fields of config.json."""
     heads, hidden = keys.integer("attention.head_count"), keys.integer("embedding_length")
@@ -1103,7 +1085,6 @@ def _config(keys: Keys, kind: Architecture, model: GgufModel) -> Config:
     vocab_size = len(tokens) if isinstance(tokens, list) else None
     config: Config = {
         "model_type": kind.model_type,
-        "architectures": [kind.class_name],
         "hidden_size": hidden,
         "num_hidden_layers": keys.num_layers,
         "num_attention_heads": heads,
@@ -1125,7 +1106,9 @@ def _config(keys: Keys, kind: Architecture, model: GgufModel) -> Config:
         config["num_key_value_heads"] = keys.integer("attention.head_count_kv", heads)
     if kind.has_rope:
         config |= {"rope_theta": keys.number("rope.freq_base", 10000.0), "rope_scaling": _rope_scaling(keys, model)}
-    return config | kind.differences(keys, config)
+    config |= kind.differences(keys, config)
+    name = "".join(part.capitalize() for part in config["model_type"].removesuffix("_text").split("_"))
+    return {"architectures": [f"{_CLASSES.get(config['model_type'], name)}ForCausalLM"], **config}
 
 
 # ----------------------------------------------------------------------------------------------------------------- RoPE
