@@ -84,10 +84,7 @@ _GEMMA4 = {
     "post_norm": "post_per_layer_input_norm",
     "layer_output_scale.weight": "layer_scalar",
 }
-_NORMS_BEHIND = {
-    "post_attention_norm": "post_attention_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
+_NORMS_BEHIND = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _LLAMA = {**_ATTENTION, **_MLP, **_NORMS}
 
 
@@ -111,11 +108,7 @@ _MIXTRAL_EXPERTS = {
     "ffn_up_exps": "block_sparse_moe.experts.w3",
     "ffn_down_exps": "block_sparse_moe.experts.w2",
 }
-_QWEN_EXPERTS = {
-    **_EXPERTS,
-    **_shared_experts("mlp.shared_expert"),
-    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-}
+_QWEN_EXPERTS = {**_EXPERTS, **_shared_experts("mlp.shared_expert"), "ffn_gate_inp_shexp": "mlp.shared_expert_gate"}
 _GRANITE_EXPERTS = _experts("block_sparse_moe", "router.layer")
 _DELTA_NET = {
     "attn_qkv": "linear_attn.in_proj_qkv",
@@ -762,17 +755,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         eps_key="norm_eps",
     ),
     "exaone4": Architecture(
-        "exaone4",
-        {**_ATTENTION, **_MLP, **_NORMS_BEHIND},
-        lambda keys, config: _windows(keys, config, 4),
+        "exaone4", {**_ATTENTION, **_MLP, **_NORMS_BEHIND}, lambda keys, config: _windows(keys, config, 4)
     ),
-    "qwen35": Architecture(
-        "qwen3_5_text",
-        {**_QWEN35, **_MTP},
-        _qwen35,
-        norm_offset=1.0,
-        change=_change_of_delta_net,
-    ),
+    "qwen35": Architecture("qwen3_5_text", {**_QWEN35, **_MTP}, _qwen35, norm_offset=1.0, change=_change_of_delta_net),
     "qwen35moe": Architecture(
         "qwen3_5_moe_text",
         {**_QWEN35, **_QWEN_EXPERTS, **_MTP},
@@ -782,26 +767,14 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "qwen3next": Architecture(
         "qwen3_next",
-        {
-            **_QWEN35,
-            **_QWEN_EXPERTS,
-            "ssm_in": "linear_attn.in_proj_qkvz",
-            "ssm_ba": "linear_attn.in_proj_ba",
-        },
+        {**_QWEN35, **_QWEN_EXPERTS, "ssm_in": "linear_attn.in_proj_qkvz", "ssm_ba": "linear_attn.in_proj_ba"},
         # Early files have the original's one matrix of queries, keys, values and gates.
-        lambda keys, config: {
-            **_qwen35_moe(keys, config),
-            "has_split_inputs": not keys.has_tensor("ssm_in.weight"),
-        },
+        lambda keys, config: {**_qwen35_moe(keys, config), "has_split_inputs": not keys.has_tensor("ssm_in.weight")},
         norm_offset=1.0,
         change=_change_of_decay,
     ),
     "granitehybrid": Architecture(
-        "granitemoehybrid",
-        _GRANITE_HYBRID,
-        _granite_hybrid,
-        has_paired_heads=True,
-        change=_change_of_decay,
+        "granitemoehybrid", _GRANITE_HYBRID, _granite_hybrid, has_paired_heads=True, change=_change_of_decay
     ),
     "falcon-h1": Architecture(
         "falcon_h1",
@@ -1136,12 +1109,7 @@ def _rope_scaling(keys: Keys, model: GgufModel) -> Config | None:
             magnitude = 0.1 * math.log(max(factor_number, 1.0))
             divisor = 1.0 + magnitude * keys.number("rope.scaling.yarn_log_multiplier", 0.0)
             settings["attention_factor"] = keys.number(ATTENTION_FACTOR, 1.0) * (1.0 + magnitude) / divisor
-        return {
-            "original_max_position_embeddings": original,
-            "rope_type": "yarn",
-            "factor": factor_number,
-            **settings,
-        }
+        return {"original_max_position_embeddings": original, "rope_type": "yarn", "factor": factor_number, **settings}
     if keys.number(ATTENTION_FACTOR, 1.0) != 1.0:
         raise fault(keys.path, f"{keys.arch}.{ATTENTION_FACTOR} is supported with YaRN and LongRoPE only")
     if kind in (None, "none"):

@@ -402,10 +402,7 @@ def _pickle(path: Path) -> Path | None:
 
 
 def _tensors(
-    path: Path,
-    listed: Listed,
-    names: Mapping[str, str],
-    formats: Sequence[WeightFormat] | None,
+    path: Path, listed: Listed, names: Mapping[str, str], formats: Sequence[WeightFormat] | None
 ) -> HeadTensors:
     """The tensors by a head's names. names: those in the files. Raises CheckpointError."""
     infos = {inner: each for inner, each in listed.items() if isinstance(each, TensorInfo)}

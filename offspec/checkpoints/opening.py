@@ -23,12 +23,7 @@ from offspec.loaders.machine.hardware import Gpu
 from offspec.loaders.params import GGUF_MIXTURES
 from offspec.loaders.streaming.stored_model import StoredModel
 
-from ..errors import (
-    CheckpointError,
-    MissingWeightsError,
-    UnsupportedModelError,
-    UsageError,
-)
+from ..errors import CheckpointError, MissingWeightsError, UnsupportedModelError, UsageError
 from ..model.block import memory_bytes
 from ..model.config import ModelConfig, read_config
 from ..model.decoder import check_tensors, wanted_shapes

@@ -61,11 +61,7 @@ class FileIndex(SuffixIndex):
     """An index that knows its files."""
 
     def __init__(
-        self,
-        tokens: Tokens,
-        order: Tokens,
-        files: Sequence[Path] = (),
-        token_bytes: Mapping[int, bytes] | None = None,
+        self, tokens: Tokens, order: Tokens, files: Sequence[Path] = (), token_bytes: Mapping[int, bytes] | None = None
     ) -> None:
         """token_bytes: of the tokenizer; None if its tokens have no bytes of their own."""
         super().__init__(tokens, order)

@@ -18,13 +18,7 @@ from offspec.loaders.files.checkpoint import show
 
 from ..errors import TokenizerError
 from .token_bytes import byte_alphabet
-from .tokenizer_files import (
-    MOST_ADDED_CHARACTERS,
-    TokenizerSettings,
-    library_errors,
-    read_chat_template,
-    read_json,
-)
+from .tokenizer_files import MOST_ADDED_CHARACTERS, TokenizerSettings, library_errors, read_chat_template, read_json
 
 BOS, EOS, UNK, PAD = "<s>", "</s>", "<unk>", "<pad>"
 MOST_MERGES = 2**21

@@ -63,8 +63,7 @@ def as_files(backend: tokenizers.Tokenizer, settings: TokenizerSettings) -> dict
     if settings.add_bos:
         bos = settings.special_tokens["bos_token"]
         backend.post_processor = processors.TemplateProcessing(
-            single=["bos", "$A"],
-            special_tokens=[{"id": "bos", "ids": [backend.token_to_id(bos)], "tokens": [bos]}],
+            single=["bos", "$A"], special_tokens=[{"id": "bos", "ids": [backend.token_to_id(bos)], "tokens": [bos]}]
         )
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",

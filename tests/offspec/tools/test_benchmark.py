@@ -7,12 +7,7 @@ from dataclasses import replace
 import pytest
 
 from offspec import Engine, SamplingParams, SpeculationParams, Stats
-from offspec.tools.benchmark import (
-    BenchmarkReport,
-    Run,
-    Workload,
-    measure,
-)
+from offspec.tools.benchmark import BenchmarkReport, Run, Workload, measure
 
 from ...pair import Pair
 

@@ -9,10 +9,7 @@ import pytest
 from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.errors import UsageError
 from offspec.tools.benchmark import Workload
-from offspec.tools.texts_benchmark import (
-    default_workloads,
-    measure_texts,
-)
+from offspec.tools.texts_benchmark import default_workloads, measure_texts
 
 from ...pair import Pair
 

@@ -130,10 +130,7 @@ def test_a_text_that_ends_early_differs(engine: Engine, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(
     ("values", "words"),
-    [
-        ((-1.0, 1.0, 8, "coupled"), ("temperature", -1)),
-        ((0.0, 1.0, 8, "other"), ("scoring", "other")),
-    ],
+    [((-1.0, 1.0, 8, "coupled"), ("temperature", -1)), ((0.0, 1.0, 8, "other"), ("scoring", "other"))],
 )
 def test_settings_that_cannot_be_meant(values: tuple[Any, Any, Any, Any], words: tuple[object, ...]) -> None:
     with refused(UsageError, *words):
