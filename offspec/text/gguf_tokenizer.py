@@ -18,7 +18,7 @@ from offspec.loaders.files.checkpoint import show
 from ..errors import UnsupportedModelError
 from .gguf_pretokenizers import WORD_RULES
 from .gguf_tokens import ADDED_KINDS, REMEDY, GgufTokens, Metadata, TokenKind, is_utf8, read_tokens
-from .tokenizer_files import MOST_ADDED_CHARACTERS, TokenizerSettings, library_errors
+from .tokenizer_files import MOST_ADDED_CHARACTERS, TokenizerSettings, byte_level, library_errors
 
 MOST_MERGES = 2**21  # Gemma's vocabulary has 0.6 million
 _SPACE = "▁"
@@ -85,13 +85,7 @@ def _byte_level(metadata: Metadata, tokens: GgufTokens) -> tuple[tokenizers.Toke
         )
     rules = WORD_RULES[name]
     model = models.BPE(tokens.ids, _merges(metadata, tokens), ignore_merges=rules.ignores_merges)
-    backend = tokenizers.Tokenizer(model)
-    splits = [pre_tokenizers.Split(tokenizers.Regex(split), "isolated") for split in rules.splits]
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
-    backend.decoder = decoders.ByteLevel()
-    return backend, rules.adds_bos
+    return byte_level(model, rules.splits), rules.adds_bos
 
 
 def _merges(metadata: Metadata, tokens: GgufTokens) -> list[tuple[str, str]]:

@@ -12,13 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import models
 
 from offspec.loaders.files.checkpoint import show
 
 from ..errors import TokenizerError
 from .token_bytes import byte_alphabet
-from .tokenizer_files import MOST_ADDED_CHARACTERS, TokenizerSettings, library_errors, read_chat_template, read_json
+from .tokenizer_files import (
+    MOST_ADDED_CHARACTERS,
+    TokenizerSettings,
+    byte_level,
+    library_errors,
+    read_chat_template,
+    read_json,
+)
 
 BOS, EOS, UNK, PAD = "<s>", "</s>", "<unk>", "<pad>"
 MOST_MERGES = 2**21
@@ -37,14 +44,7 @@ def read_tekken(file: Path) -> tuple[tokenizers.Tokenizer, TokenizerSettings]:
     ids = {_as_text(token): rank + len(special) for rank, token in enumerate(tokens)}
     ids |= {text: rank for rank, text in enumerate(special)}
     with library_errors(f"the tokenizer in {file} cannot be used", _REMEDY):
-        backend = tokenizers.Tokenizer(models.BPE(ids, _merges(tokens, file), ignore_merges=True))
-        backend.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Split(tokenizers.Regex(config["pattern"]), "isolated"),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
-        )
-        backend.decoder = decoders.ByteLevel()
+        backend = byte_level(models.BPE(ids, _merges(tokens, file), ignore_merges=True), [config["pattern"]])
         backend.add_special_tokens([tokenizers.AddedToken(text, special=True, normalized=False) for text in special])
         named = {"bos_token": BOS, "eos_token": EOS, "unk_token": UNK, "pad_token": PAD}
         template, template_file = read_chat_template(file.parent, {})

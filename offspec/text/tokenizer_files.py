@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import processors
+from tokenizers import decoders, models, pre_tokenizers, processors
 
 from offspec.loaders.files.checkpoint import show
 from offspec.loaders.files.small_files import MOST_JSON_BYTES, MOST_TOKENIZER_BYTES, parse_json, read_small_file
@@ -78,6 +78,15 @@ def as_files(backend: tokenizers.Tokenizer, settings: TokenizerSettings) -> dict
         files["generation_config.json"] = {"eos_token_id": sorted(settings.eos_ids)}
     written = {name: json.dumps(content, ensure_ascii=False, indent=2).encode() for name, content in files.items()}
     return {"tokenizer.json": backend.to_str(pretty=True).encode(), **written}
+
+
+def byte_level(model: models.BPE, splits: Iterable[str]) -> tokenizers.Tokenizer:
+    """Byte-level BPE whose words are cut by these regular expressions, one after the other."""
+    backend = tokenizers.Tokenizer(model)
+    words = [pre_tokenizers.Split(tokenizers.Regex(split), "isolated") for split in splits]
+    in_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Sequence([*words, in_bytes]), decoders.ByteLevel()
+    return backend
 
 
 def read_backend(folder: Path) -> tokenizers.Tokenizer:

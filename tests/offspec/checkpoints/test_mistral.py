@@ -69,6 +69,12 @@ def params_of(config: Mapping[str, Any]) -> dict[str, Any]:
     return params
 
 
+def mistral_of(model: TinyModel, folder: Path, tensors: Mapping[str, Tensor] = {}, **more: Any) -> Path:
+    """tensors: beside the model's. more: of params.json."""
+    config, weights = model.reference.config.to_dict(), model.reference.state_dict()
+    return write_mistral(folder / "own", config, {**weights, **tensors}, **more)
+
+
 def mistral_name(name: str) -> str:
     for ours, theirs in NAMES.items():
         name = name.replace(ours, theirs)
@@ -102,7 +108,7 @@ def test_logits_equal_transformers(tiny_model: GetModel, family: str, tmp_path: 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = tiny_model(family)
-    path = write_mistral(tmp_path / "own", model.reference.config.to_dict(), model.reference.state_dict())
+    path = mistral_of(model, tmp_path)
     with torch.no_grad():
         expected = model.reference(torch.tensor([TOKENS])).logits[0]
     assert_close(chain_logits(decoder_of(path), TOKENS), expected)
@@ -137,8 +143,7 @@ def test_fp8_says_what_it_says_in_the_other_layout(tiny_model: GetModel, tmp_pat
 
 def test_the_language_model_of_one_that_reads_images(tiny_model: GetModel, tmp_path: Path) -> None:
     model, notes = tiny_model("ministral3"), list[Any]()
-    tensors = dict(model.reference.state_dict()) | {"vision_encoder.conv.weight": torch.ones(2, 2)}
-    path = write_mistral(tmp_path / "own", model.reference.config.to_dict(), tensors, vision_encoder={"dim": 2})
+    path = mistral_of(model, tmp_path, {"vision_encoder.conv.weight": torch.ones(2, 2)}, vision_encoder={"dim": 2})
     files = ModelFiles.open(path, "fp32", "cpu", notes)
     assert "reads no images" in notes[0].text
     planned = ModelFiles.from_config(path, "nf4", "bf16", "cpu", [])
@@ -161,15 +166,13 @@ def test_the_language_model_of_one_that_reads_images(tiny_model: GetModel, tmp_p
 def test_what_is_not_understood_is_refused(
     tiny_model: GetModel, more: dict[str, Any], kind: type[CheckpointError], words: list[str], tmp_path: Path
 ) -> None:
-    model = tiny_model("ministral3")
-    path = write_mistral(tmp_path / "own", model.reference.config.to_dict(), model.reference.state_dict(), **more)
+    path = mistral_of(tiny_model("ministral3"), tmp_path, **more)
     with refused(kind, path, *words):
         ModelFiles.open(path, "fp32", "cpu", [])
 
 
 def test_a_missing_shard_is_named(tiny_model: GetModel, tmp_path: Path) -> None:
-    model = tiny_model("ministral3")
-    path = write_mistral(tmp_path / "own", model.reference.config.to_dict(), model.reference.state_dict())
+    path = mistral_of(tiny_model("ministral3"), tmp_path)
     (path / "consolidated.safetensors").rename(path / "consolidated-00001-of-00002.safetensors")
     with refused(MissingWeightsError, path, "consolidated.safetensors"):
         ModelFiles.open(path, "fp32", "cpu", [])
