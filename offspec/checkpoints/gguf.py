@@ -233,13 +233,13 @@ class Keys:
             raise fault(self.path, f"{description}; download it again")
         return count
 
-    def by_layer(self, key: str, count: int) -> list[int]:
-        """A positive number for each of `count` layers; one number is every layer's."""
+    def by_layer(self, key: str, count: int, least: int = 1) -> list[int]:
+        """A number of at least `least` for each of `count` layers; one number is every layer's."""
         value = self.value(key)
         if not isinstance(value, list):
-            return [self.integer(key)] * count
-        if len(value) != count or not all(isinstance(item, int) and item >= 1 for item in value):
-            raise fault(self.path, f"{self.arch}.{key} must list {count} positive integers, not {show(value)}")
+            return [self.integer(key, least=least)] * count
+        if len(value) != count or not all(isinstance(item, int) and item >= least for item in value):
+            raise fault(self.path, f"{self.arch}.{key} must list {count} integers from {least} on, not {show(value)}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -529,7 +529,7 @@ def _lfm2(keys: Keys, config: Config) -> Config:
     """Layers without key heads have a short convolution. The MLP's size is final."""
     if keys.value("attention.sliding_window"):
         raise fault(keys.path, "has sliding windows, which are not supported for lfm2")
-    heads = _by_layer(keys, config, "attention.head_count_kv")
+    heads = keys.by_layer("attention.head_count_kv", config["num_hidden_layers"], least=0)
     return {
         "norm_eps": config["rms_norm_eps"],
         "conv_L_cache": keys.integer("shortconv.l_cache"),
@@ -556,17 +556,9 @@ def _mamba(keys: Keys) -> Config:
     }
 
 
-def _by_layer(keys: Keys, config: Config, key: str) -> list[Any]:
-    """A list with a number for each layer."""
-    listed, count = keys.value(key), config["num_hidden_layers"]
-    if not isinstance(listed, list) or len(listed) != count:
-        raise fault(keys.path, f"{keys.arch}.{key} must list {count} layers; download it again")
-    return listed
-
-
 def _granite_hybrid(keys: Keys, config: Config) -> Config:
     """Layers without key heads are Mamba2. llama.cpp splits the MLP's matrix of gate and input."""
-    key_heads = _by_layer(keys, config, "attention.head_count_kv")
+    key_heads = keys.by_layer("attention.head_count_kv", config["num_hidden_layers"], least=0)
     experts = {"num_local_experts": 0, "shared_intermediate_size": config["intermediate_size"]}
     if keys.value("expert_count"):
         inner = keys.integer("expert_shared_feed_forward_length")
@@ -583,7 +575,8 @@ def _granite_hybrid(keys: Keys, config: Config) -> Config:
 
 def _nemotron_h(keys: Keys, config: Config) -> Config:
     """A layer has key heads, an MLP, or neither, and is Mamba2 then."""
-    key_heads, inner = (_by_layer(keys, config, key) for key in ("attention.head_count_kv", "feed_forward_length"))
+    layers = config["num_hidden_layers"]
+    key_heads, inner = (keys.by_layer(f, layers, least=0) for f in ("attention.head_count_kv", "feed_forward_length"))
     kinds = [
         "full_attention" if heads else "mlp" if size else "linear_attention"
         for heads, size in zip(key_heads, inner, strict=True)
