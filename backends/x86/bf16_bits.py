@@ -26,7 +26,7 @@ class Bf16Bits(Encoding):
     def __init__(self, lanes: int) -> None:
         super().__init__(lanes)
         self.step = 4 * lanes
-        self.declarations = _SHUFFLE + _repair(self.step)
+        self.functions = _repair(self.step)
 
     def row(self, e: Emitter, parts: Sequence[str], index: str, num_columns: str) -> Row:
         low = self.start(e, parts[0], index, num_columns)
@@ -103,9 +103,6 @@ def _bf16(e: Emitter, low: str, code: str, upper: str, lower: str) -> str:
     return e.op(f"bitcast <32 x i8> {pairs} to <16 x i16>")
 
 
-_SHUFFLE = "declare <16 x i8> @llvm.x86.ssse3.pshuf.b.128(<16 x i8>, <16 x i8>)\n"
-
-
 def _repair(step: int) -> str:
     """A function that puts exceptions in their places: bits of `mask` say which weights of the step they are.
 
@@ -139,4 +136,4 @@ def _repair(step: int) -> str:
         )
     e.do(f"ret {kind} {repaired}")
     head = f"define internal {kind} @repair({words}, i64 %mask, ptr %low, ptr %values, i64 %last) cold"
-    return "declare i64 @llvm.cttz.i64(i64, i1)\ndeclare i64 @llvm.umin.i64(i64, i64)\n" + e.function(head)
+    return e.function(head)

@@ -61,11 +61,6 @@ class ByteProduct(RowProduct):
         layout, form = LAYOUTS[self.encoding.size], self._form
         return "".join(
             (
-                form.dots.declarations,
-                form.declarations,
-                f"declare {form.vector} @llvm.fma.v{form.count}f32({', '.join([form.vector] * 3)})\n",
-                "declare i64 @llvm.smin.i64(i64, i64)\n",
-                "declare void @llvm.prefetch.p0(ptr, i32, i32, i32)\n",
                 *(_block(self.encoding, form, layout, rows) for rows in range(1, TILE_ROWS + 1)),
                 _few(),
                 # What a worker calls for more rows than MOST_ROWS.
@@ -83,17 +78,6 @@ class Dots:
 
     def __init__(self, lanes: int) -> None:
         self._is_wide = lanes == 16
-        self.declarations = (
-            "declare <16 x i16> @llvm.x86.avx2.pmadd.ub.sw(<32 x i8>, <32 x i8>)\n"
-            "declare <8 x i32> @llvm.x86.avx2.pmadd.wd(<16 x i16>, <16 x i16>)\n"
-            "declare <32 x i8> @llvm.x86.avx2.psign.b(<32 x i8>, <32 x i8>)\n"
-            "declare <32 x i8> @llvm.abs.v32i8(<32 x i8>, i1)\n"
-        )
-        if self._is_wide:
-            self.declarations += (
-                "declare <32 x i16> @llvm.x86.avx512.pmaddubs.w.512(<64 x i8>, <64 x i8>)\n"
-                "declare <16 x i32> @llvm.x86.avx512.pmaddw.d.512(<32 x i16>, <32 x i16>)\n"
-            )
 
     def of_bytes(self, e: Emitter, unsigned: str, signed: str, count: int = 64) -> str:
         """Sums of each two products of bytes, as words."""
@@ -131,7 +115,6 @@ class ByteForm(ABC, Generic[W]):
     """How a block of an encoding, as W, is multiplied. count: fp32 sums of a row; vector: their type."""
 
     count: int
-    declarations = ""
 
     def __init__(self, encoding: BlockEncoding) -> None:
         self.encoding, self.dots = encoding, Dots(encoding.lanes)
@@ -266,7 +249,6 @@ class SmallForm(ByteForm[SmallWeights]):
     def __init__(self, encoding: BlockEncoding, values: Sequence[int] = ()) -> None:
         super().__init__(encoding)
         self._values = values
-        self.declarations = "declare <32 x i8> @llvm.x86.avx2.pshuf.b(<32 x i8>, <32 x i8>)\n"
 
     def unpacked(self, e: Emitter, block: str) -> SmallWeights:
         first = 1 if isinstance(self.encoding, MXFour) else 2

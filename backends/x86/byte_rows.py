@@ -51,18 +51,6 @@ class ToBytes(RowStep):
     def __init__(self, dtype: torch.dtype, lanes: int) -> None:
         super().__init__(dtype, LANES)  # LLVM makes two of a vector where registers have 8 numbers
 
-    @property
-    def declarations(self) -> str:  # type: ignore[override]
-        vector, ints = f"<{LANES} x float>", f"<{LANES} x i32>"
-        return (
-            f"declare {vector} @llvm.fabs.v{LANES}f32({vector})\n"
-            f"declare {vector} @llvm.maximum.v{LANES}f32({vector}, {vector})\n"
-            f"declare {vector} @llvm.rint.v{LANES}f32({vector})\n"
-            f"declare {ints} @llvm.fptosi.sat.v{LANES}i32.v{LANES}f32({vector})\n"
-            f"declare float @llvm.vector.reduce.fmaximum.v{LANES}f32({vector})\n"
-            f"declare i32 @llvm.vector.reduce.add.v{LANES}i32({ints})\n"
-        )
-
     def emit(self, e: Emitter, words: dict[str, str]) -> None:
         layout, vector, ints = self.layout, f"<{LANES} x float>", f"<{LANES} x i32>"
         x = self.row(e, words["x"], words["width"])

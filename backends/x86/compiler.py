@@ -7,6 +7,7 @@ has it under GNU's interface (Linux), since a second set of threads would wait f
 from __future__ import annotations
 
 import ctypes
+import re
 import threading
 from array import array
 from collections.abc import Callable, Sequence
@@ -19,6 +20,8 @@ from .kept_code import kept_code
 from .processor import instructions
 
 Worker = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_CALL = re.compile(r"call (?:reassoc )?(<[^>]*>|\w+) @(llvm\.[\w.]+)\((.*)\)$", re.MULTILINE)
+_CONSTANT = re.compile(r"splat \([^)]*\)|<(?:i\d+|float) [^>]*>")
 
 
 class Emitter:
@@ -57,8 +60,8 @@ class Emitter:
 def compile_ir(text: str, name: str) -> Callable[..., None]:
     """The function `name` (of one address: a `Worker`) of a module, for `instructions()` only.
 
-    LLVM takes tenths of a second, unless the user's cache has the code. Raises RuntimeError where LLVM does not accept
-    the text.
+    text: without declarations of LLVM's own functions. LLVM takes tenths of a second, unless the user's cache has the
+    code. Raises RuntimeError where LLVM does not accept the text.
     """
     from llvmlite import __version__, binding
 
@@ -85,6 +88,7 @@ def compile_ir(text: str, name: str) -> Callable[..., None]:
         code: bytes = machine.emit_object(module)
         return code
 
+    text += declarations(text)
     key = "\n".join((__version__, str(binding.llvm_version_info), cpu, features.flatten(), text))
     code = binding.ObjectFileRef.from_data(kept_code(key, compiled))
     engine = binding.create_mcjit_compiler(binding.parse_assembly(""), machine)
@@ -93,6 +97,15 @@ def compile_ir(text: str, name: str) -> Callable[..., None]:
     worker = Worker(engine.get_function_address(name))
     worker.engine = engine  # type: ignore[attr-defined]  # lives as long as the function
     return worker
+
+
+def declarations(text: str) -> str:
+    """Of LLVM's functions that a module calls."""
+    declared = dict[str, str]()
+    for result, function, operands in _CALL.findall(text):
+        kinds = [each.rsplit(" ", 1)[0] for each in _CONSTANT.sub("constant", operands).split(", ")]
+        declared[function] = f"declare {result} @{function}({', '.join(kinds)})\n"
+    return "".join(declared.values())
 
 
 class Launch(NamedTuple):

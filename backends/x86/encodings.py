@@ -31,8 +31,8 @@ class Encoding(ABC):
     repeated unpacking takes less time than a panel. is_decoded_first: whether all vectors of a step take fewer
     registers than their encoded form. is_row_by_row: whether each row of the matrix has so many values of its own in a
     step that one row after another needs fewer registers than all in turn, if the other factor has one row.
-    declarations: of the functions that its instructions call, except `llvm.fma`, which every kernel has. has_bf16:
-    whether it also makes bf16 vectors (`bf16_vectors`).
+    functions: that its instructions call, if they are not LLVM's. has_bf16: whether it also makes bf16 vectors
+    (`bf16_vectors`).
     """
 
     size: int
@@ -43,7 +43,7 @@ class Encoding(ABC):
     most_direct = 8
     is_decoded_first = False
     is_row_by_row = False
-    declarations = ""
+    functions = ""
     has_bf16 = False
 
     def __init__(self, lanes: int) -> None:
@@ -93,20 +93,16 @@ class Factors:
     item: str
     vector: str
     sums: str
-    declarations: str
 
     @classmethod
     def fp32(cls, lanes: int) -> Factors:
         vector = f"<{lanes} x float>"
-        return cls(torch.float32, "float", vector, vector, "")
+        return cls(torch.float32, "float", vector, vector)
 
     @classmethod
     def in_pairs(cls) -> Factors:
         """bf16 numbers, of which two products at a time are added to each of 16 sums (AVX512-BF16)."""
-        sums, pairs = "<16 x float>", "<32 x bfloat>"
-        added = f"declare {sums} @llvm.x86.avx512bf16.dpbf16ps.512({sums}, {pairs}, {pairs})\n"
-        rounded = f"declare {pairs} @llvm.x86.avx512bf16.cvtne2ps2bf16.512({sums}, {sums})\n"
-        return cls(torch.bfloat16, "bfloat", pairs, sums, added + rounded)
+        return cls(torch.bfloat16, "bfloat", "<32 x bfloat>", "<16 x float>")
 
     @property
     def is_paired(self) -> bool:
@@ -241,7 +237,7 @@ class FourBit(Encoding):
         super().__init__(lanes)
         self.step = max(2 * lanes, min(4 * lanes, blocks.size))
         self._values, self._blocks = values, blocks
-        self.declarations, self.is_decoded_first = LOOK_UP[lanes], lanes == 8
+        self.is_decoded_first = lanes == 8
 
     def can_read(self, num_columns: int) -> bool:
         return num_columns % self._blocks.size == 0 and self._blocks.size % self.step == 0
@@ -355,13 +351,6 @@ def transposed(e: Emitter, rows: Sequence[str], item: str = "float") -> list[str
                 )
         distance *= 2
     return square
-
-
-# What `look_up` calls, by lanes.
-LOOK_UP = {
-    8: "declare <8 x float> @llvm.x86.avx2.permps(<8 x float>, <8 x i32>)\n",
-    16: "declare <16 x float> @llvm.x86.avx512.permvar.sf.512(<16 x float>, <16 x i32>)\n",
-}
 
 
 def look_up(e: Emitter, lanes: int, values: Sequence[float], codes: str) -> str:

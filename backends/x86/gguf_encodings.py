@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from .compiler import Emitter
-from .encodings import LOOK_UP, Encoding, Factors, Row, Vectors, look_up, look_up_in, splat, table_of
+from .encodings import Encoding, Factors, Row, Vectors, look_up, look_up_in, splat, table_of
 
 
 def i64(e: Emitter, operation: str, left: str, right: str | int) -> str:
@@ -123,10 +123,6 @@ class Q8Zero(BlockEncoding):
             yield first, self.scaled(e, self.floats(e, codes), scale)
 
 
-# What a look-up of bf16 calls, by lanes.
-PAIR_LOOK_UP = {8: "", 16: "declare <32 x i16> @llvm.x86.avx512.permvar.hi.512(<32 x i16>, <32 x i16>)\n"}
-
-
 @dataclass(frozen=True)
 class NibbleGroup:
     """Codes at an address: the lower halves of `count` bytes are those of weights from number `first` of the step on,
@@ -145,7 +141,7 @@ class Nibbles(BlockEncoding):
 
     def __init__(self, lanes: int, values: Sequence[float]) -> None:
         super().__init__(lanes)
-        self._values, self.declarations = values, LOOK_UP[lanes] + PAIR_LOOK_UP[lanes]
+        self._values = values
 
     @abstractmethod
     def groups(self, e: Emitter, step: UnpackingStep) -> Iterator[NibbleGroup]:

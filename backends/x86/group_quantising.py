@@ -68,19 +68,12 @@ def _run(worker: Callable[..., None], weights: Tensor, scales: Tensor, lows: Ten
 
 @per_processor
 def _fit_worker(groups: Groups) -> Callable[..., None]:
-    return compile_ir(_declarations(groups.size) + _worker(groups, _fit), "worker")
+    return compile_ir(_worker(groups, _fit), "worker")
 
 
 @per_processor
 def _codes_worker(groups: Groups) -> Callable[..., None]:
-    return compile_ir(_declarations(groups.size) + _worker(groups, _store_codes), "worker")
-
-
-def _declarations(size: int) -> str:
-    return (
-        f"declare <{size} x float> @llvm.roundeven.v{size}f32(<{size} x float>)\n"
-        "declare float @llvm.fabs.f32(float)\ndeclare i64 @llvm.smin.i64(i64, i64)\n"
-    )
+    return compile_ir(_worker(groups, _store_codes), "worker")
 
 
 class _Group:

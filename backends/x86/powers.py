@@ -11,10 +11,7 @@ _POLYNOMIAL = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-
 
 
 def power_of_e(e: Emitter, x: str, lanes: int) -> str:
-    """e to the power of x, for x up to LARGEST: 2 to a whole number times a polynomial (Cephes' expf).
-
-    The kernel declares `llvm.fma` of its vectors.
-    """
+    """e to the power of x, for x up to LARGEST: 2 to a whole number times a polynomial (Cephes' expf)."""
     vector, ints = f"<{lanes} x float>", f"<{lanes} x i32>"
 
     def fma(one: str, other: str, total: str) -> str:

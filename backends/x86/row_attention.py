@@ -394,21 +394,8 @@ class _Source:
 
     @property
     def text(self) -> str:
-        n, vector = self.lanes, self.vector
-        loaded = f"<{n} x {self.item}>"
-        name = {"i16": "i16", "half": "f16", "float": "f32"}[self.item]
-        self.masked_load = f"@llvm.masked.load.v{n}{name}.p0"
-        return "".join(
-            (
-                f"declare {vector} @llvm.fma.v{n}f32({vector}, {vector}, {vector})\n",
-                f"declare {loaded} {self.masked_load}(ptr, i32, <{n} x i1>, {loaded})\n",
-                "declare i64 @llvm.smin.i64(i64, i64)\n",
-                self._unpack(),
-                *(self._queries(count) for count in dict.fromkeys((self.micro, 1))),
-                self._all_queries(),
-                self._worker(),
-            )
-        )
+        queries = "".join([self._queries(count) for count in dict.fromkeys((self.micro, 1))])
+        return self._unpack() + queries + self._all_queries() + self._worker()
 
     # ---------------------------------------------------------------------------------------- a block of keys
 
@@ -457,7 +444,8 @@ class _Source:
             there = self.head_dim % n
             mask = ", ".join(f"i1 {int(i < there)}" for i in range(n))
             operands = f"ptr {place}, i32 2, <{n} x i1> <{mask}>, {kind} zeroinitializer"
-            loaded = e.op(f"call {kind} {self.masked_load}({operands})")
+            name = {"i16": "i16", "half": "f16", "float": "f32"}[self.item]
+            loaded = e.op(f"call {kind} @llvm.masked.load.v{n}{name}.p0({operands})")
         if self.kind == "fp32":
             return loaded
         if self.kind == "fp16":

@@ -302,18 +302,13 @@ class RowProduct:
     @property
     def source(self) -> str:
         """The module that is compiled."""
-        factors, lanes, vector = self._factors, self.encoding.lanes, self.encoding.vector
+        factors, lanes = self._factors, self.encoding.lanes
         few = [OutputTile(rows, _few_outputs(rows, self.encoding)) for rows in range(1, FEW_TILE_ROWS + 1)]
         panel = [OutputTile(rows, 4 if lanes == 16 else 2) for rows in range(1, PANEL_TILE_ROWS + 1)]
         unpacked = Unpacked(lanes, factors, _panel_columns(factors), self.encoding.step, _order(self.encoding, factors))
-        fma = f"declare {vector} @llvm.fma.v{lanes}f32({vector}, {vector}, {vector})\n"
         return "".join(
             (
-                self.encoding.declarations,
-                fma,
-                factors.declarations,
-                "declare i64 @llvm.smin.i64(i64, i64)\n",
-                "declare void @llvm.prefetch.p0(ptr, i32, i32, i32)\n",
+                self.encoding.functions,
                 _product("few", self.encoding, factors, few),
                 _product("panel", unpacked, factors, panel),
                 unpack_text(self.encoding, factors, _panel_columns(factors)),

@@ -131,12 +131,11 @@ def kernel_of(kind: type[RowStep], dtype: torch.dtype) -> RowStep:
 class RowStep(ABC):
     """A step for rows of a dtype; compiled at its first use.
 
-    names: of its job's words; pointers: how many of them are. declarations: of functions that not all steps call.
+    names: of its job's words; pointers: how many of them are.
     """
 
     names: Sequence[str]
     pointers = 3
-    declarations = ""
 
     def __init__(self, dtype: torch.dtype, lanes: int) -> None:
         self.lanes, self.vector = lanes, f"<{lanes} x float>"
@@ -162,21 +161,14 @@ class RowStep(ABC):
     @property
     def source(self) -> str:
         """The module that is compiled."""
-        e, n, vector, words = Emitter(), self.lanes, self.vector, dict[str, str]()
+        e, words = Emitter(), dict[str, str]()
         for index, name in enumerate(self.names):
             kind = "ptr" if index < self.pointers else "i64"
             place = e.address("%job", str(_JOB_WORDS + index), "i64")
             words[name] = e.op(f"load {kind}, ptr {place}, align 8")
         self.emit(e, words)
         e.do("ret void")
-        return (
-            f"declare {vector} @llvm.fma.v{n}f32({vector}, {vector}, {vector})\n"
-            f"declare float @llvm.vector.reduce.fadd.v{n}f32(float, {vector})\n"
-            "declare float @llvm.sqrt.f32(float)\n"
-            "declare i64 @llvm.smin.i64(i64, i64)\n"
-            f"{self.declarations}"
-            f"{e.function('define internal void @step(ptr %job, i64 %index)')}{_WORKER}"
-        )
+        return e.function("define internal void @step(ptr %job, i64 %index)") + _WORKER
 
     @abstractmethod
     def emit(self, e: Emitter, words: dict[str, str]) -> None:

@@ -72,7 +72,6 @@ class MxFp4(LowFirst):
 
     def __init__(self, lanes: int, values: Sequence[float]) -> None:
         super().__init__(lanes, values, Blocks(32))
-        self.declarations += "declare i32 @llvm.umax.i32(i32, i32)\n"
 
     def _scale(self, e: Emitter, parts: Sequence[str], block: str) -> str:
         exponent = e.op(f"zext i8 {e.op(f'load i8, ptr {e.address(parts[1], block)}')} to i32")

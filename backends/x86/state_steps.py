@@ -178,11 +178,7 @@ class StateSteps:
             kind = "ptr" if name in _POINTERS else "i64"
             words[name] = e.op(f"load {kind}, ptr {e.address('%job', str(_JOB_WORDS + index), 'i64')}, align 8")
         self._emit(e, words)
-        vector = self.vector
-        return (
-            f"declare {vector} @llvm.fma.v{self.width}f32({vector}, {vector}, {vector})\n"
-            f"{e.function('define internal void @columns(ptr %job, i64 %thread, i64 %unit)')}{_WORKER}"
-        )
+        return e.function("define internal void @columns(ptr %job, i64 %thread, i64 %unit)") + _WORKER
 
     def _emit(self, e: Emitter, w: dict[str, str]) -> None:
         """Copy the root's columns to slot 0, take all steps, and copy slot 0 back."""

@@ -36,19 +36,6 @@ _PANEL_ROW_BYTES = 2 * PANEL_NUMBERS
 _SUMS, _WEIGHTS, _X = (0, 1, 2, 3), (4, 5), (6, 7)  # tiles: sums, for each of x's by turns; of the matrix; of x
 _LAY_WORDS = 3
 
-_DECLARATIONS = """
-declare void @llvm.x86.ldtilecfg(ptr)
-declare void @llvm.x86.tilerelease()
-declare void @llvm.x86.tilezero(i8 immarg)
-declare void @llvm.x86.tileloadd64(i8 immarg, ptr, i64)
-declare void @llvm.x86.tilestored64(i8 immarg, ptr, i64)
-declare void @llvm.x86.tdpbf16ps(i8 immarg, i8 immarg, i8 immarg)
-declare void @llvm.masked.store.v16f32.p0(<16 x float>, ptr, i32 immarg, <16 x i1>)
-declare i64 @llvm.smin.i64(i64, i64)
-declare i64 @llvm.smax.i64(i64, i64)
-declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
-"""
-
 _TILES = (
     "ptr %weights, i64 %stride, i64 %next_block, i1 %unpacks, ptr %x_tiles, i64 %count, ptr noalias %sums, "
     f"ptr noalias %panel, {PARTS}, i64 %first, i64 %last, i64 %columns, i64 %outputs"
@@ -161,10 +148,7 @@ class TileProduct(RowProduct):
     def source(self) -> str:
         return "".join(
             (
-                self.encoding.declarations,
-                f"declare <16 x float> @llvm.fma.v16f32({', '.join(['<16 x float>'] * 3)})\n",
-                self._factors.declarations,
-                _DECLARATIONS,
+                self.encoding.functions,
                 unpack_text(self.encoding, self._factors, PANEL_NUMBERS),
                 _configure_text(),
                 _keep_text(),
@@ -319,9 +303,6 @@ def _lanes_below(e: Emitter, count: str) -> str:
 # Words: the tiles that threads have taken, which they count up, the number of tiles, and of columns. Then of each tile
 # the address of its first row, its number of rows, and where it goes.
 _LAY = f"""
-declare i64 @llvm.smin.i64(i64, i64)
-declare void @llvm.masked.store.v16f32.p0(<16 x float>, ptr, i32 immarg, <16 x i1>)
-
 define void @worker(ptr %work) {{
 entry:
   %at_count = getelementptr i64, ptr %work, i64 1

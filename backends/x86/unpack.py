@@ -70,16 +70,7 @@ class Unpacker:
     @property
     def source(self) -> str:
         """The module that is compiled."""
-        lanes, vector = self.encoding.lanes, self.encoding.vector
-        return "".join(
-            (
-                self.encoding.declarations,
-                f"declare {vector} @llvm.fma.v{lanes}f32({vector}, {vector}, {vector})\n",
-                "declare i64 @llvm.smin.i64(i64, i64)\n",
-                self._rows(),
-                _worker(),
-            )
-        )
+        return self.encoding.functions + self._rows() + _worker()
 
     def _rows(self) -> str:
         """Rows first .. last of the matrix."""
