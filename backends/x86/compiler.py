@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import re
 import threading
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -55,6 +56,26 @@ class Emitter:
         """
         attribute = " noinline" if head.startswith("define internal") else ""
         return f"{head}{attribute} {{\n" + "\n".join(self._lines) + "\n}\n"
+
+
+class Kernel(ABC):
+    """A function `worker` of one address; compiled at its first use."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._compiled: Callable[..., None] | None = None
+
+    @property
+    @abstractmethod
+    def source(self) -> str:
+        """The module that is compiled."""
+
+    def prepare(self) -> Callable[..., None]:
+        """The function; compile it, if it is not compiled yet."""
+        with self._lock:
+            if self._compiled is None:
+                self._compiled = compile_ir(self.source, "worker")
+            return self._compiled
 
 
 def compile_ir(text: str, name: str) -> Callable[..., None]:

@@ -12,7 +12,6 @@ zeros, which change nothing. So keys and values of all slots in a tile's stretch
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -22,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .compiler import Emitter, compile_ir, run_on_threads
+from .compiler import Emitter, Kernel, run_on_threads
 from .encodings import constant, of_bf16_bits, splat, transposed
 from .loops import counted
 from .powers import at_least, at_most, of_all, power_of_e
@@ -268,38 +267,8 @@ class RunningAttention:
 
 @per_processor
 def row_attention(head_dim: int, kind: str, cap: float | None) -> RowAttention:
-    """The kernel for heads of `head_dim` numbers of a kind (of KINDS), compiled at its first use."""
+    """The kernel for heads of `head_dim` numbers of a kind (of KINDS)."""
     return RowAttention(head_dim, kind, cap, lanes=num_lanes())
-
-
-class RowAttention:
-    """The kernel for heads of one size and dtype; compiled at its first use."""
-
-    def __init__(self, head_dim: int, kind: str, cap: float | None, *, lanes: int) -> None:
-        self.head_dim, self.kind, self.cap, self.lanes = head_dim, kind, cap, lanes
-        self._lock = threading.Lock()
-        self._compiled: Callable[..., None] | None = None
-
-    def prepare(self) -> None:
-        """Compile it, if it is not compiled yet."""
-        with self._lock:
-            if self._compiled is None:
-                self._compiled = compile_ir(_Source(self.head_dim, self.kind, self.cap, self.lanes).text, "worker")
-
-    def __call__(self, attention: RunningAttention, texts: Sequence[KeysOfRows]) -> None:
-        """Add attention to these keys to the results, which are final after the last part. See `attend_rows`."""
-        num_heads, _, group, _ = attention.queries.shape
-        tiles = [_tiles_of(part, visible) for _, part, visible in texts]
-        num_threads = min(torch.get_num_threads(), num_heads * sum([len(each) for each in tiles]))
-        tile_rows = max([text.visible.tile_rows for text in texts])
-        scratch_bytes = _Scratch(self.head_dim, self.lanes).num_bytes(group * tile_rows)
-        scratch = torch.empty(num_threads * scratch_bytes, dtype=torch.uint8)
-        words = [scratch.data_ptr(), scratch_bytes, 0, len(texts)]
-        for text, of_text in zip(texts, tiles, strict=True):
-            words += _job(attention, text, of_text)
-        self.prepare()
-        assert self._compiled is not None
-        run_on_threads(self._compiled, words, num_threads)
 
 
 def _tiles_of(part: KeySlots, visible: Visible) -> Tensor:
@@ -381,10 +350,11 @@ class _Tile:
     num_queries: str
 
 
-class _Source:
-    """The module that is compiled."""
+class RowAttention(Kernel):
+    """The kernel for heads of one size and dtype."""
 
-    def __init__(self, head_dim: int, kind: str, cap: float | None, lanes: int) -> None:
+    def __init__(self, head_dim: int, kind: str, cap: float | None, *, lanes: int) -> None:
+        super().__init__()
         self.head_dim, self.kind, self.cap, self.lanes = head_dim, kind, cap, lanes
         self.vector, self.ints = f"<{lanes} x float>", f"<{lanes} x i32>"
         self.item = {"bf16": "i16", "fp16": "half", "fp32": "float"}[kind]
@@ -392,8 +362,23 @@ class _Source:
         self.padded = self.places.padded
         self.micro = MICRO_QUERIES if lanes == 16 else 2
 
+    def __call__(self, attention: RunningAttention, texts: Sequence[KeysOfRows]) -> None:
+        """Add attention to these keys to the results, which are final after the last part. See `attend_rows`."""
+        num_heads, _, group, _ = attention.queries.shape
+        tiles = [_tiles_of(part, visible) for _, part, visible in texts]
+        num_threads = min(torch.get_num_threads(), num_heads * sum([len(each) for each in tiles]))
+        tile_rows = max([text.visible.tile_rows for text in texts])
+        scratch_bytes = self.places.num_bytes(group * tile_rows)
+        scratch = torch.empty(num_threads * scratch_bytes, dtype=torch.uint8)
+        words = [scratch.data_ptr(), scratch_bytes, 0, len(texts)]
+        for text, of_text in zip(texts, tiles, strict=True):
+            words += _job(attention, text, of_text)
+        run_on_threads(self.prepare(), words, num_threads)
+
+    # ---------------------------------------------------------------------------------------- the text
+
     @property
-    def text(self) -> str:
+    def source(self) -> str:
         queries = "".join([self._queries(count) for count in dict.fromkeys((self.micro, 1))])
         return self._unpack() + queries + self._all_queries() + self._worker()
 

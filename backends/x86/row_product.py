@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .compiler import Emitter, compile_ir, is_recording, run_on_threads
+from .compiler import Emitter, Kernel, is_recording, run_on_threads
 from .encodings import Encoding, Factors, Float16, RowReader, Unpacked, Vectors, bf16_bits, fp16_bits
 from .loops import counted
 from .processor import num_lanes
@@ -200,15 +200,14 @@ class _Panels(threading.local):
 _PANELS = _Panels()
 
 
-class RowProduct:
-    """x [R, K] times a matrix [N, K] stored in `encoding`; compiled at its first use."""
+class RowProduct(Kernel):
+    """x [R, K] times a matrix [N, K] stored in `encoding`."""
 
     def __init__(self, encoding: Encoding, *, in_pairs: bool = False) -> None:
         """in_pairs: round both factors to bf16, and add their products in pairs (`can_pair`)."""
+        super().__init__()
         self.in_bytes: RowProduct | None = None  # the product with rows in 8 bits, where there is one
         self.encoding, self._factors = encoding, Factors.in_pairs() if in_pairs else Factors.fp32(encoding.lanes)
-        self._lock = threading.Lock()
-        self._compiled: Callable[..., None] | None = None
 
     @cached_property
     def in_pairs(self) -> RowProduct:
@@ -227,12 +226,6 @@ class RowProduct:
         if not isinstance(self.encoding, Float16):
             return FEW_TILE_ROWS
         return MOST_DIRECT_PAIRED if num_columns <= _panel_columns(self._factors) else most
-
-    def prepare(self) -> None:
-        """Compile it, if it is not compiled yet."""
-        with self._lock:
-            if self._compiled is None:
-                self._compiled = compile_ir(self.source, "worker")
 
     def __call__(
         self, x: Tensor, parts: Sequence[Tensor], num_outputs: int, dtype: torch.dtype | None = None
@@ -266,9 +259,7 @@ class RowProduct:
             at_out += out.itemsize * num_rows * num_outputs
             at_rounded += rounded.itemsize * num_rows * num_outputs
         words += (0,) * (len(jobs) * regions)
-        self.prepare()
-        assert self._compiled is not None
-        run_on_threads(self._compiled, words, num_threads)
+        run_on_threads(self.prepare(), words, num_threads)
         del laid  # the kernel has read it
         return rounded.to(dtype)
 
@@ -301,7 +292,6 @@ class RowProduct:
 
     @property
     def source(self) -> str:
-        """The module that is compiled."""
         factors, lanes = self._factors, self.encoding.lanes
         few = [OutputTile(rows, _few_outputs(rows, self.encoding)) for rows in range(1, FEW_TILE_ROWS + 1)]
         panel = [OutputTile(rows, 4 if lanes == 16 else 2) for rows in range(1, PANEL_TILE_ROWS + 1)]

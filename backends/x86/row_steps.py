@@ -8,14 +8,13 @@ have the same bits however many rows there are: a row's sum has one vector, and 
 from __future__ import annotations
 
 import struct
-import threading
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from abc import abstractmethod
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from .compiler import Emitter, compile_ir, run_on_threads
+from .compiler import Emitter, Kernel, run_on_threads
 from .encodings import bf16_bits, fp16_bits, of_bf16_bits, splat
 from .loops import counted
 from .powers import at_least, at_most, of_all, sigmoid_divisor
@@ -128,8 +127,8 @@ def kernel_of(kind: type[RowStep], dtype: torch.dtype) -> RowStep:
     return kind(dtype, num_lanes())
 
 
-class RowStep(ABC):
-    """A step for rows of a dtype; compiled at its first use.
+class RowStep(Kernel):
+    """A step for rows of a dtype.
 
     names: of its job's words; pointers: how many of them are.
     """
@@ -138,29 +137,18 @@ class RowStep(ABC):
     pointers = 3
 
     def __init__(self, dtype: torch.dtype, lanes: int) -> None:
-        self.lanes, self.vector = lanes, f"<{lanes} x float>"
-        self.item = ITEMS[dtype]
-        self._lock = threading.Lock()
-        self._compiled: Callable[..., None] | None = None
+        super().__init__()
+        self.lanes, self.vector, self.item = lanes, f"<{lanes} x float>", ITEMS[dtype]
 
     def __call__(self, num_rows: int, row_numbers: int, tensors: Sequence[Tensor], numbers: Sequence[int]) -> None:
         """row_numbers: that a row reads. tensors, numbers: the words `names`."""
         chunk = max(1, CHUNK_NUMBERS // max(1, row_numbers))
         num_threads = max(1, min(torch.get_num_threads(), num_rows // chunk))
         words = [num_rows, chunk, 0, *[tensor.data_ptr() for tensor in tensors], *numbers]
-        self.prepare()
-        assert self._compiled is not None
-        run_on_threads(self._compiled, words, num_threads)
-
-    def prepare(self) -> None:
-        """Compile it, if it is not compiled yet."""
-        with self._lock:
-            if self._compiled is None:
-                self._compiled = compile_ir(self.source, "worker")
+        run_on_threads(self.prepare(), words, num_threads)
 
     @property
     def source(self) -> str:
-        """The module that is compiled."""
         e, words = Emitter(), dict[str, str]()
         for index, name in enumerate(self.names):
             kind = "ptr" if index < self.pointers else "i64"

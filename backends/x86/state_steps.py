@@ -10,14 +10,13 @@ in its core's first cache. All sums are by ascending places of keys: vectors of 
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from .compiler import Emitter, compile_ir, run_on_threads
+from .compiler import Emitter, Kernel, run_on_threads
 from .encodings import splat
 from .loops import counted
 from .processor import num_lanes, per_processor
@@ -147,7 +146,7 @@ def walk_states(state: Tensor, rows: StepRows, walk: Walk, outputs: Tensor | Non
         blocks,
     )
     words = [num_heads * blocks, 0, 0, *(0 if tensor is None else tensor.data_ptr() for tensor in tensors), *numbers]
-    run_on_threads(steps_of(width, rows.rates is not None).compiled, words, num_threads)
+    run_on_threads(steps_of(width, rows.rates is not None).prepare(), words, num_threads)
 
 
 @per_processor
@@ -155,24 +154,15 @@ def steps_of(width: int, corrects: bool) -> StateSteps:
     return StateSteps(width, corrects)
 
 
-class StateSteps:
+class StateSteps(Kernel):
     """The kernel for blocks of `width` columns; corrects: whether updates follow the delta rule."""
 
     def __init__(self, width: int, corrects: bool) -> None:
+        super().__init__()
         self.width, self.corrects, self.vector = width, corrects, f"<{width} x float>"
-        self._lock = threading.Lock()
-        self._compiled: Callable[..., None] | None = None
-
-    @property
-    def compiled(self) -> Callable[..., None]:
-        with self._lock:
-            if self._compiled is None:
-                self._compiled = compile_ir(self.source, "worker")
-        return self._compiled
 
     @property
     def source(self) -> str:
-        """The module that is compiled."""
         e, words = Emitter(), dict[str, str]()
         for index, name in enumerate((*_POINTERS, *_NUMBERS)):
             kind = "ptr" if name in _POINTERS else "i64"

@@ -6,13 +6,12 @@ torch does.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from .compiler import Emitter, compile_ir, run_on_threads
+from .compiler import Emitter, Kernel, run_on_threads
 from .encodings import Encoding, RowReader, bf16_bits
 
 CHUNK_ELEMENTS = 2**17  # that a thread takes at a time
@@ -26,15 +25,14 @@ _KINDS = {torch.float32: "float", torch.bfloat16: "i16", torch.float16: "half"}
 _JOB_WORDS = 5
 
 
-class Unpacker:
-    """Unpacks matrices [N, K] stored in `encoding` to `dtype`; compiled at its first use."""
+class Unpacker(Kernel):
+    """Unpacks matrices [N, K] stored in `encoding` to `dtype`."""
 
     def __init__(self, encoding: Encoding, dtype: torch.dtype) -> None:
         """encoding: one that makes vectors in the order of the weights. dtype: fp32, bf16 or fp16."""
+        super().__init__()
         assert encoding.interleave == 1
         self.encoding, self.dtype = encoding, dtype
-        self._lock = threading.Lock()
-        self._compiled: Callable[..., None] | None = None
         self._num_asked = 0
 
     @property
@@ -46,12 +44,6 @@ class Unpacker:
         self._num_asked += num_elements
         return self.is_compiled or self._num_asked >= WORTH_COMPILING
 
-    def prepare(self) -> None:
-        """Compile it, unless it is."""
-        with self._lock:
-            if self._compiled is None:
-                self._compiled = compile_ir(self.source, "worker")
-
     def __call__(self, parts: Sequence[Tensor], out: Tensor) -> None:
         """parts: what the matrix consists of (see the encoding), on the CPU; out: contiguous [N, K], in `dtype`.
 
@@ -61,15 +53,12 @@ class Unpacker:
         chunk = max(1, CHUNK_ELEMENTS // max(1, num_columns))
         words = [out.data_ptr(), num_rows, num_columns, chunk, 0, *(part.data_ptr() for part in parts)]
         words += [0] * (MOST_PARTS - len(parts))
-        self.prepare()
-        assert self._compiled is not None
-        run_on_threads(self._compiled, words, min(torch.get_num_threads(), max(1, -(-num_rows // chunk))))
+        run_on_threads(self.prepare(), words, min(torch.get_num_threads(), max(1, -(-num_rows // chunk))))
 
     # ---------------------------------------------------------------------------------------- the text
 
     @property
     def source(self) -> str:
-        """The module that is compiled."""
         return self.encoding.functions + self._rows() + _worker()
 
     def _rows(self) -> str:
