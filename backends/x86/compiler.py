@@ -11,7 +11,7 @@ import re
 import threading
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -48,6 +48,36 @@ class Emitter:
     def address(self, base: str, offset: str, item: str = "i8") -> str:
         """The address of item number `offset` behind `base`."""
         return self.op(f"getelementptr {item}, ptr {base}, i64 {offset}")
+
+    def i64(self, operation: str, left: str, right: str | int) -> str:
+        """An operation on two 64-bit numbers, such as addresses."""
+        return self.op(f"{operation} i64 {left}, {right}")
+
+    def least(self, left: str, right: str) -> str:
+        """The smaller one of two 64-bit numbers."""
+        return self.op(f"call i64 @llvm.smin.i64(i64 {left}, i64 {right})")
+
+    def fma(self, vector: str, one: str, other: str, total: str) -> str:
+        """total + one · other, rounded once. vector: LLVM's type of these fp32 numbers."""
+        lanes = vector[1:].split()[0]
+        return self.op(f"call {vector} @llvm.fma.v{lanes}f32({vector} {one}, {vector} {other}, {vector} {total})")
+
+    def shuffle(self, kind: str, places: Iterable[int], one: str, other: str = "poison") -> str:
+        """Numbers at these places of two vectors of a kind; those of the second one follow the first one's."""
+        lanes = [f"i32 {place}" for place in places]
+        return self.op(f"shufflevector {kind} {one}, {kind} {other}, <{len(lanes)} x i32> <{', '.join(lanes)}>")
+
+    def words(
+        self, start: str, names: Sequence[str], pointers: Collection[str] = (), counted: Collection[str] = ()
+    ) -> dict[str, str]:
+        """The 64-bit words from `start` on as %name each; of those that threads count up, the addresses."""
+        for index, name in enumerate(names):
+            place = f"getelementptr i64, ptr {start}, i64 {index}"
+            if name in counted:
+                self.do(f"%{name} = {place}")
+            else:
+                self.do(f"%{name} = load {'ptr' if name in pointers else 'i64'}, ptr {self.op(place)}, align 8")
+        return {name: f"%{name}" for name in names}
 
     def function(self, head: str) -> str:
         """The whole function; head: its define without the body.

@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 
 from .compiler import Emitter, compile_ir, run_on_threads
+from .encodings import splat
+from .loops import counted, taken
 from .processor import num_lanes, per_processor
 
 ROUNDS = 2  # of least squares; a third one takes 0.5 to 1.7 % off the squared error of normal weights
 TINY = 2.0**-100  # a scale below is 0: its inverse would not be finite
 CHUNK_GROUPS = 2**11  # that a thread takes at a time
-# A job is 64-bit words: the addresses of the weights and of three results or inputs; groups; the next chunk, which
-# threads count up.
-_PLACES, _COUNT, _NEXT = range(4), 4, 5
+# A job is 64-bit words: addresses; the number of groups; the next one, which threads count up.
+_JOB = ("weights", "scales", "lows", "codes", "count", "next_group")
 
 
 @dataclass(frozen=True)
@@ -90,13 +91,7 @@ class _Group:
         size = self.groups.size
         while size > 1:
             half, kind = size // 2, f"<{size} x float>"
-            parts = [
-                self.e.op(
-                    f"shufflevector {kind} {vector}, {kind} poison, <{half} x i32> "
-                    f"<{', '.join(f'i32 {i}' for i in range(first, first + half))}>"
-                )
-                for first in (0, half)
-            ]
+            parts = [self.e.shuffle(kind, range(first, first + half), vector) for first in (0, half)]
             vector, size = operation(f"<{half} x float>", *parts), half
         return self.e.op(f"extractelement <1 x float> {vector}, i64 0")
 
@@ -114,10 +109,7 @@ class _Group:
 
     def spread(self, number: str) -> str:
         """The number in all places of a vector."""
-        one = self.e.op(f"insertelement {self.vector} poison, float {number}, i64 0")
-        return self.e.op(
-            f"shufflevector {self.vector} {one}, {self.vector} poison, <{self.groups.size} x i32> zeroinitializer"
-        )
+        return splat(self.e, number, self.groups.size)
 
     def at_least_zero(self, number: str) -> str:
         return self.e.op(f"fadd float {self.chosen('float', 'ogt', number, '0.0')}, 0.0")
@@ -194,29 +186,18 @@ def _store_codes(group: _Group) -> None:
 
 
 def _worker(groups: Groups, body: Callable[[_Group], None]) -> str:
-    """Threads take chunks of groups until none is left."""
     e = Emitter()
-    e.label("entry")
-    words = [e.address("%job", str(i), "i64") for i in range(_NEXT + 1)]
-    bases = [e.op(f"load ptr, ptr {words[i]}") for i in _PLACES]
-    count = e.op(f"load i64, ptr {words[_COUNT]}")
-    e.do("br label %next")
-    e.label("next")
-    first = e.op(f"atomicrmw add ptr {words[_NEXT]}, i64 {CHUNK_GROUPS} seq_cst")
-    e.do(f"br i1 {e.op(f'icmp slt i64 {first}, {count}')}, label %some, label %end")
-    e.label("some")
-    last = e.op(f"call i64 @llvm.smin.i64(i64 {e.op(f'add i64 {first}, {CHUNK_GROUPS}')}, i64 {count})")
-    e.do("br label %group")
-    e.label("group")
-    e.do(f"%index = phi i64 [ {first}, %some ], [ %next_index, %group ]")
-    weight = e.op(f"mul i64 %index, {groups.size}")
-    offsets = ((weight, "float"), ("%index", "float"), ("%index", "float"), (weight, "i8"))
-    places = [e.address(base, offset, item) for base, (offset, item) in zip(bases, offsets, strict=True)]
-    body(_Group(e, groups, places))
-    e.do("%next_index = add i64 %index, 1")
-    e.do(f"br i1 {e.op(f'icmp slt i64 %next_index, {last}')}, label %group, label %next")
-    e.label("end")
-    e.do("ret void")
+    e.words("%job", _JOB, _JOB[:4], ("next_group",))
+
+    def group(index: str) -> None:
+        weight = e.i64("mul", index, groups.size)
+        numbers = [
+            e.address("%weights", weight, "float"),
+            *(e.address(f"%{name}", index, "float") for name in _JOB[1:3]),
+        ]
+        body(_Group(e, groups, [*numbers, e.address("%codes", weight)]))
+
+    taken(e, "%next_group", CHUNK_GROUPS, "%count", lambda first, last: counted(e, "group", first, last, 1, group))
     return e.function("define void @worker(ptr %job)")
 
 

@@ -42,3 +42,19 @@ def counted(
     e.do(f"br label %{name}_head")
     e.label(f"{name}_done")
     return values
+
+
+def taken(e: Emitter, counter: str, size: int | str, count: str, body: Callable[[str, str], Any]) -> None:
+    """Parts first .. last of `count` numbers, `size` at a time, until the threads have taken all; then returns.
+
+    counter: the address of the first number that is left, which threads count up. body: emits a part's work.
+    """
+    e.do("br label %take")
+    e.label("take")
+    first = e.op(f"atomicrmw add ptr {counter}, i64 {size} seq_cst")
+    e.do(f"br i1 {e.op(f'icmp slt i64 {first}, {count}')}, label %part, label %none")
+    e.label("part")
+    body(first, e.least(e.i64("add", first, size), count))
+    e.do("br label %take")
+    e.label("none")
+    e.do("ret void")

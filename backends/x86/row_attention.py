@@ -23,7 +23,7 @@ from torch import Tensor
 
 from .compiler import Emitter, Kernel, run_on_threads
 from .encodings import constant, of_bf16_bits, splat, transposed
-from .loops import counted
+from .loops import counted, taken
 from .powers import at_least, at_most, of_all, power_of_e
 from .processor import num_lanes, per_processor
 
@@ -339,7 +339,6 @@ class _Tile:
     keys, values: of its key head, in slot 0.
     """
 
-    scratch: str
     queries: str
     results: str
     states: str
@@ -437,11 +436,6 @@ class RowAttention(Kernel):
             return e.op(f"fpext {kind} {loaded} to {self.vector}")
         return of_bf16_bits(e, loaded, n)
 
-    def _shuffled(self, e: Emitter, one: str, other: str, places: Sequence[int]) -> str:
-        numbers = ", ".join(f"i32 {place}" for place in places)
-        operands = f"{self.vector} {one}, {self.vector} {other}, <{len(places)} x i32> <{numbers}>"
-        return e.op(f"shufflevector {operands}")
-
     # ---------------------------------------------------------------------------------------- queries and a block
 
     def _queries(self, count: int) -> str:
@@ -470,7 +464,7 @@ class RowAttention(Kernel):
             for i, query in enumerate(queries):
                 number = e.op(f"load float, ptr {e.address(query, column, 'float')}, align 4")
                 factor = splat(e, number, self.lanes)
-                new += [self._fma(e, factor, key, sums[i * vectors + j]) for j, key in enumerate(loaded)]
+                new += [e.fma(self.vector, factor, key, sums[i * vectors + j]) for j, key in enumerate(loaded)]
             return new
 
         zeros = [(self.vector, "zeroinitializer")] * (count * vectors)
@@ -534,7 +528,7 @@ class RowAttention(Kernel):
             largest = self._greater(e, largest, other)
         distance = n // 2
         while distance:
-            other = self._shuffled(e, largest, largest, [(i + distance) % n for i in range(n)])
+            other = e.shuffle(self.vector, [(i + distance) % n for i in range(n)], largest)
             largest, distance = self._greater(e, largest, other), distance // 2
         return e.op(f"extractelement {self.vector} {largest}, i64 0")
 
@@ -548,7 +542,7 @@ class RowAttention(Kernel):
             total = e.op(f"fadd {self.vector} {total}, {other}")
         distance = n // 2
         while distance:
-            other = self._shuffled(e, total, total, [(i + distance) % n for i in range(n)])
+            other = e.shuffle(self.vector, [(i + distance) % n for i in range(n)], total)
             total, distance = e.op(f"fadd {self.vector} {total}, {other}"), distance // 2
         return e.op(f"extractelement {self.vector} {total}, i64 0")
 
@@ -576,7 +570,9 @@ class RowAttention(Kernel):
                 for i in range(count):
                     place = e.address(weights, e.op(f"add i64 {key}, {i * BLOCK}"), "float")
                     weight = splat(e, e.op(f"load float, ptr {place}, align 4"), n)
-                    new += [self._fma(e, weight, value, sums[i * len(columns) + j]) for j, value in enumerate(loaded)]
+                    new += [
+                        e.fma(self.vector, weight, value, sums[i * len(columns) + j]) for j, value in enumerate(loaded)
+                    ]
                 return new
 
             summed = counted(e, f"values{first}", "0", str(BLOCK), 1, add, [(self.vector, number) for number in before])
@@ -608,133 +604,102 @@ class RowAttention(Kernel):
     def _worker(self) -> str:
         e = Emitter()
         e.label("entry")
-        work = self._words(e, "%work", _WORK, pointers=("scratch",), counted=("next_thread",))
-        thread = e.op(f"atomicrmw add ptr {work['next_thread']}, i64 1 seq_cst")
-        scratch = e.address(work["scratch"], e.op(f"mul i64 {thread}, {work['scratch_bytes']}"))
+        e.words("%work", _WORK, ("scratch",), ("next_thread",))
+        thread = e.op("atomicrmw add ptr %next_thread, i64 1 seq_cst")
+        scratch = e.address("%scratch", e.i64("mul", thread, "%scratch_bytes"))
         zeros = e.address(scratch, str(self.places.zeros))
         for column in range(0, self.padded, self.lanes):
             self._store(e, "zeroinitializer", e.address(zeros, str(column), "float"))
 
         def text(index: str) -> None:
-            place = e.op(f"add i64 {e.op(f'mul i64 {index}, {len(_JOB)}')}, {len(_WORK)}")
+            place = e.i64("add", e.i64("mul", index, len(_JOB)), len(_WORK))
             e.do(f"call void @text(ptr {e.address('%work', place, 'i64')}, ptr {scratch})")
 
-        counted(e, "job", "0", work["num_jobs"], 1, text)
+        counted(e, "job", "0", "%num_jobs", 1, text)
         e.do("ret void")
         return self._text() + e.function("define void @worker(ptr %work)")
-
-    def _words(
-        self, e: Emitter, start: str, names: Sequence[str], *, pointers: Sequence[str], counted: Sequence[str]
-    ) -> dict[str, str]:
-        """The values of words from `start` on by name; of those that are counted up, their places."""
-        words = dict[str, str]()
-        for index, name in enumerate(names):
-            place = e.address(start, str(index), "i64")
-            kind = "ptr" if name in pointers else "i64"
-            words[name] = place if name in counted else e.op(f"load {kind}, ptr {place}, align 8")
-        return words
 
     def _text(self) -> str:
         """The tiles of one text's job, until none is left."""
         e = Emitter()
-        e.label("entry")
-        job = self._words(e, "%job", _JOB, pointers=_POINTERS, counted=_COUNTED)
-        above = e.op(f"add i64 {job['num_rows']}, {e.op('sub i64 {tile_rows}, 1'.format(**job))}")
-        num_tiles = e.op(f"mul i64 {e.op(f'udiv i64 {above}, ' + job['tile_rows'])}, {job['num_heads']}")
-        e.do("br label %next")
-        e.label("next")
-        item = e.op(f"atomicrmw add ptr {job['next_tile']}, i64 1 seq_cst")
-        e.do(f"br i1 {e.op(f'icmp slt i64 {item}, {num_tiles}')}, label %some, label %end")
-        e.label("some")
-        self._tile(e, job, "%scratch", item)
-        e.do("br label %next")
-        e.label("end")
-        e.do("ret void")
+        e.words("%job", _JOB, _POINTERS, _COUNTED)
+        above = e.i64("add", "%num_rows", e.i64("sub", "%tile_rows", 1))
+        num_tiles = e.i64("mul", e.i64("udiv", above, "%tile_rows"), "%num_heads")
+        taken(e, "%next_tile", 1, num_tiles, lambda item, _: self._tile(e, item))
         return e.function("define internal void @text(ptr %job, ptr %scratch)")
 
-    def _tile(self, e: Emitter, job: dict[str, str], scratch: str, item: str) -> None:
+    def _tile(self, e: Emitter, item: str) -> None:
         """Attention of a tile's queries to all keys of the job; item: a tile and a key head."""
-        index, head = e.op(f"udiv i64 {item}, {job['num_heads']}"), e.op(f"urem i64 {item}, {job['num_heads']}")
-        tile = self._tile_names(e, job, scratch, index, head)
-        is_first, is_last = (e.op(f"icmp ne i64 {job[name]}, 0") for name in ("is_first", "is_last"))
-        self._begin(e, job, tile)
-        self._exchange(e, "resume", tile, e.op(f"select i1 {is_first}, i64 0, i64 {tile.num_queries}"), is_back=True)
-        words = e.address(job["tiles"], e.op(f"mul i64 {index}, {_TILE_WORDS}"), "i64")
+        index, head = e.i64("udiv", item, "%num_heads"), e.i64("urem", item, "%num_heads")
+        tile = self._tile_names(e, index, head)
+        starts, ends = (e.op(f"icmp ne i64 %{name}, 0") for name in ("is_first", "is_last"))
+        self._begin(e, tile)
+        self._exchange(e, "resume", tile, e.op(f"select i1 {starts}, i64 0, i64 {tile.num_queries}"), is_back=True)
+        words = e.address("%tiles", e.i64("mul", index, _TILE_WORDS), "i64")
         first_slot, end_slot = (
             e.op(f"load i64, ptr {e.address(words, str(i), 'i64')}, align 8") for i in range(_TILE_WORDS)
         )
 
         def block(start: str) -> None:
-            num_keys = e.op(f"sub i64 {end_slot}, {start}")
-            self._unpack_keys(e, job, tile, lambda key: e.op(f"add i64 {start}, {key}"), num_keys)
+            self._unpack_keys(e, tile, lambda key: e.i64("add", start, key), e.i64("sub", end_slot, start))
             self._attend(e, tile, "0", tile.num_queries, start)
 
         counted(e, "block", first_slot, end_slot, BLOCK, block)
-        num_rows = e.op(f"select i1 {is_last}, i64 {tile.num_rows}, i64 0")
-        counted(e, "row", "0", num_rows, 1, lambda row: self._single_slots(e, job, tile, row))
-        self._end(e, tile, e.op(f"select i1 {is_last}, i64 {tile.num_queries}, i64 0"))
-        self._exchange(e, "suspend", tile, e.op(f"select i1 {is_last}, i64 0, i64 {tile.num_queries}"), is_back=False)
+        num_rows = e.op(f"select i1 {ends}, i64 {tile.num_rows}, i64 0")
+        counted(e, "row", "0", num_rows, 1, lambda row: self._single_slots(e, tile, row))
+        self._end(e, tile, e.op(f"select i1 {ends}, i64 {tile.num_queries}, i64 0"))
+        self._exchange(e, "suspend", tile, e.op(f"select i1 {ends}, i64 0, i64 {tile.num_queries}"), is_back=False)
 
-    def _tile_names(self, e: Emitter, job: dict[str, str], scratch: str, index: str, head: str) -> _Tile:
-        first_row = e.op(f"mul i64 {index}, {job['tile_rows']}")
-        behind = e.op(f"add i64 {first_row}, {job['tile_rows']}")
-        end_row = e.op(f"call i64 @llvm.smin.i64(i64 {behind}, i64 {job['num_rows']})")
-        num_rows = e.op(f"sub i64 {end_row}, {first_row}")
-        rows_of_heads = e.op(f"mul i64 {head}, {job['all_rows']}")
-        rows_before = e.op(f"add i64 {rows_of_heads}, {first_row}")
-        queries_before = e.op(f"mul i64 {rows_before}, {job['group']}")
-        numbers = e.op(f"mul i64 {queries_before}, {self.head_dim}")
+    def _tile_names(self, e: Emitter, index: str, head: str) -> _Tile:
+        first_row = e.i64("mul", index, "%tile_rows")
+        num_rows = e.i64("sub", e.least(e.i64("add", first_row, "%tile_rows"), "%num_rows"), first_row)
+        queries_before = e.i64("mul", e.i64("add", e.i64("mul", head, "%all_rows"), first_row), "%group")
+        numbers = e.i64("mul", queries_before, self.head_dim)
         return _Tile(
-            scratch,
-            e.address(job["queries"], numbers, "float"),
-            e.address(job["results"], numbers, "float"),
-            e.address(job["states"], e.op(f"mul i64 {queries_before}, 2"), "float"),
-            e.address(job["keys"], e.op(f"mul i64 {head}, {job['key_head']}"), self.item),
-            e.address(job["values"], e.op(f"mul i64 {head}, {job['value_head']}"), self.item),
-            e.address(job["rows"], e.op(f"mul i64 {first_row}, {_ROW_WORDS}"), "i64"),
+            e.address("%queries", numbers, "float"),
+            e.address("%results", numbers, "float"),
+            e.address("%states", e.i64("mul", queries_before, 2), "float"),
+            e.address("%keys", e.i64("mul", head, "%key_head"), self.item),
+            e.address("%values", e.i64("mul", head, "%value_head"), self.item),
+            e.address("%rows", e.i64("mul", first_row, _ROW_WORDS), "i64"),
             num_rows,
-            e.op(f"mul i64 {num_rows}, {job['group']}"),
+            e.i64("mul", num_rows, "%group"),
         )
 
     def _attend(self, e: Emitter, tile: _Tile, first: str, last: str, start: str) -> None:
         """Attention of queries first .. last to the keys that were unpacked, whose block begins at `start`."""
-        e.do(f"call void @all_queries(ptr {tile.scratch}, ptr {tile.queries}, i64 {first}, i64 {last}, i64 {start})")
+        e.do(f"call void @all_queries(ptr %scratch, ptr {tile.queries}, i64 {first}, i64 {last}, i64 {start})")
 
-    def _single_slots(self, e: Emitter, job: dict[str, str], tile: _Tile, row: str) -> None:
+    def _single_slots(self, e: Emitter, tile: _Tile, row: str) -> None:
         """Attention of one row's queries to its single slots, block by block."""
-        words = e.address(tile.rows, e.op(f"mul i64 {row}, {_ROW_WORDS}"), "i64")
+        words = e.address(tile.rows, e.i64("mul", row, _ROW_WORDS), "i64")
         offset, count, unseen = (e.op(f"load i64, ptr {e.address(words, str(i), 'i64')}, align 8") for i in (2, 3, 4))
-        slots = e.address(job["slots"], offset, "i64")
-        first = e.op(f"mul i64 {row}, {job['group']}")
-        last = e.op(f"add i64 {first}, {job['group']}")
-        counted(e, "single_sees", first, last, 1, lambda query: self._note_sight(e, tile, query, unseen, count))
+        slots, first = e.address("%slots", offset, "i64"), e.i64("mul", row, "%group")
+        last = e.i64("add", first, "%group")
+        counted(e, "single_sees", first, last, 1, lambda query: self._note_sight(e, query, unseen, count))
 
         def block(start: str) -> None:
             def slot(key: str) -> str:
-                place = e.address(slots, e.op(f"add i64 {start}, {key}"), "i64")
-                return e.op(f"load i64, ptr {place}, align 8")
+                return e.op(f"load i64, ptr {e.address(slots, e.i64('add', start, key), 'i64')}, align 8")
 
-            self._unpack_keys(e, job, tile, slot, e.op(f"sub i64 {count}, {start}"))
+            self._unpack_keys(e, tile, slot, e.i64("sub", count, start))
             self._attend(e, tile, first, last, start)
 
         counted(e, "single", "0", count, BLOCK, block)
 
-    def _kept(self, e: Emitter, tile: _Tile) -> tuple[str, str, str]:
+    def _kept(self, e: Emitter) -> tuple[str, str, str]:
         """Where the scratch has the queries' largest scores, sums and totals."""
-        most, sums, totals = (
-            e.address(tile.scratch, str(place)) for place in (self.places.most, self.places.sums, self.places.totals)
-        )
-        return most, sums, totals
+        places = self.places
+        return self._in_scratch(e, places.most), self._in_scratch(e, places.sums), self._in_scratch(e, places.totals)
 
-    def _begin(self, e: Emitter, job: dict[str, str], tile: _Tile) -> None:
+    def _begin(self, e: Emitter, tile: _Tile) -> None:
         """Nothing was seen by any query of the tile."""
-        most, sums, totals = self._kept(e, tile)
+        most, sums, totals = self._kept(e)
 
         def begin(query: str) -> None:
-            row_index = e.op(f"udiv i64 {query}, {job['group']}")
-            words = e.address(tile.rows, e.op(f"mul i64 {row_index}, {_ROW_WORDS}"), "i64")
+            words = e.address(tile.rows, e.i64("mul", e.i64("udiv", query, "%group"), _ROW_WORDS), "i64")
             begins, ends = (e.op(f"load i64, ptr {e.address(words, str(i), 'i64')}, align 8") for i in (0, 1))
-            self._note_sight(e, tile, query, begins, ends)
+            self._note_sight(e, query, begins, ends)
             e.do(f"store float {constant(LEAST)}, ptr {e.address(most, query, 'float')}, align 4")
             e.do(f"store float 0.0, ptr {e.address(sums, query, 'float')}, align 4")
             row = e.address(totals, e.op(f"mul i64 {query}, {self.padded}"), "float")
@@ -743,20 +708,16 @@ class RowAttention(Kernel):
 
         counted(e, "begin_query", "0", tile.num_queries, 1, begin)
 
-    def _note_sight(self, e: Emitter, tile: _Tile, query: str, begin: str, end: str) -> None:
+    def _note_sight(self, e: Emitter, query: str, begin: str, end: str) -> None:
         for places, position in ((self.places.begins, begin), (self.places.ends, end)):
-            place = e.address(e.address(tile.scratch, str(places)), query, "i64")
-            e.do(f"store i64 {position}, ptr {place}, align 8")
+            e.do(f"store i64 {position}, ptr {e.address(self._in_scratch(e, places), query, 'i64')}, align 8")
 
-    def _unpack_keys(
-        self, e: Emitter, job: dict[str, str], tile: _Tile, slot_of: Callable[[str], str], count: str
-    ) -> None:
+    def _unpack_keys(self, e: Emitter, tile: _Tile, slot_of: Callable[[str], str], count: str) -> None:
         """Unpack the first `count` keys of a block, and zeros behind them. slot_of: emits the slot of a key."""
-        most = e.op(f"call i64 @llvm.smin.i64(i64 {count}, i64 {BLOCK})")
-        zeros = e.address(tile.scratch, str(self.places.zeros))
+        most, zeros = e.least(count, str(BLOCK)), self._in_scratch(e, self.places.zeros)
         each = [
-            (e.address(tile.scratch, str(self.places.key_places)), tile.keys, job["key_slot"]),
-            (e.address(tile.scratch, str(self.places.value_places)), tile.values, job["value_slot"]),
+            (self._in_scratch(e, self.places.key_places), tile.keys, "%key_slot"),
+            (self._in_scratch(e, self.places.value_places), tile.values, "%value_slot"),
         ]
 
         def note(key: str) -> None:
@@ -772,11 +733,11 @@ class RowAttention(Kernel):
         name = most.removeprefix("%")
         counted(e, f"place_{name}", "0", most, 1, note)
         counted(e, f"none_{name}", most, str(BLOCK), 1, fill)
-        e.do(f"call void @unpack(ptr {tile.scratch})")
+        e.do("call void @unpack(ptr %scratch)")
 
     def _exchange(self, e: Emitter, name: str, tile: _Tile, num_queries: str, *, is_back: bool) -> None:
         """Copy what was computed so far from the scratch to the results and states; is_back: from there."""
-        most, sums, totals = self._kept(e, tile)
+        most, sums, totals = self._kept(e)
 
         def copy(inside: str, outside: str) -> None:
             source, goal = (outside, inside) if is_back else (inside, outside)
@@ -798,7 +759,7 @@ class RowAttention(Kernel):
 
     def _end(self, e: Emitter, tile: _Tile, num_queries: str) -> None:
         """The results: totals, divided by the softmax's sums."""
-        _, sums, totals = self._kept(e, tile)
+        _, sums, totals = self._kept(e)
 
         def end(query: str) -> None:
             total = e.address(totals, e.op(f"mul i64 {query}, {self.padded}"), "float")
@@ -818,10 +779,6 @@ class RowAttention(Kernel):
 
     def _in_scratch(self, e: Emitter, place: int) -> str:
         return e.address("%scratch", str(place))
-
-    def _fma(self, e: Emitter, one: str, other: str, total: str) -> str:
-        vector = self.vector
-        return e.op(f"call {vector} @llvm.fma.v{self.lanes}f32({vector} {one}, {vector} {other}, {vector} {total})")
 
     def _vector(self, e: Emitter, place: str) -> str:
         return e.op(f"load {self.vector}, ptr {place}, align 4")

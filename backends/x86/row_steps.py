@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .compiler import Emitter, Kernel, run_on_threads
 from .encodings import bf16_bits, fp16_bits, of_bf16_bits, splat
-from .loops import counted
+from .loops import counted, taken
 from .powers import at_least, at_most, of_all, sigmoid_divisor
 from .processor import num_lanes, per_processor
 
@@ -24,35 +24,9 @@ ITEMS = {torch.bfloat16: "i16", torch.float16: "half", torch.float32: "float"}
 SHARPNESS, LARGEST = 1.702, 7.0  # of gpt-oss's activation: S and L of `ClampedGate`
 CHUNK_NUMBERS = 2**14  # numbers of rows that a thread takes at a time
 
-# A job is 64-bit words: rows; rows of a chunk; the next chunk's first row, which threads count up; and what the step
-# needs, pointers before numbers.
-_WORKER = """
-define void @worker(ptr %job) {
-entry:
-  %rows = load i64, ptr %job
-  %at_chunk = getelementptr i64, ptr %job, i64 1
-  %chunk = load i64, ptr %at_chunk
-  %at_next = getelementptr i64, ptr %job, i64 2
-  br label %next
-next:
-  %first = atomicrmw add ptr %at_next, i64 %chunk seq_cst
-  %is_left = icmp slt i64 %first, %rows
-  br i1 %is_left, label %begin, label %end
-begin:
-  %behind = add i64 %first, %chunk
-  %last = call i64 @llvm.smin.i64(i64 %behind, i64 %rows)
-  br label %row
-row:
-  %index = phi i64 [ %first, %begin ], [ %after, %row ]
-  call void @step(ptr %job, i64 %index)
-  %after = add i64 %index, 1
-  %is_more = icmp slt i64 %after, %last
-  br i1 %is_more, label %row, label %next
-end:
-  ret void
-}
-"""
-_JOB_WORDS = 3
+# A job is 64-bit words: those below, of which threads count up the next row; and what the step needs, pointers before
+# numbers.
+_JOB = ("rows", "chunk", "next_row")
 
 
 def can_step(dtype: torch.dtype, num_columns: int) -> bool:
@@ -149,14 +123,17 @@ class RowStep(Kernel):
 
     @property
     def source(self) -> str:
-        e, words = Emitter(), dict[str, str]()
-        for index, name in enumerate(self.names):
-            kind = "ptr" if index < self.pointers else "i64"
-            place = e.address("%job", str(_JOB_WORDS + index), "i64")
-            words[name] = e.op(f"load {kind}, ptr {place}, align 8")
-        self.emit(e, words)
+        e, worker = Emitter(), Emitter()
+        self.emit(e, e.words(e.address("%job", str(len(_JOB)), "i64"), self.names, self.names[: self.pointers]))
         e.do("ret void")
-        return e.function("define internal void @step(ptr %job, i64 %index)") + _WORKER
+
+        def rows(first: str, last: str) -> None:
+            counted(worker, "row", first, last, 1, lambda row: worker.do(f"call void @step(ptr %job, i64 {row})"))
+
+        worker.words("%job", _JOB, counted=("next_row",))
+        taken(worker, "%next_row", "%chunk", "%rows", rows)
+        step = e.function("define internal void @step(ptr %job, i64 %index)")
+        return step + worker.function("define void @worker(ptr %job)")
 
     @abstractmethod
     def emit(self, e: Emitter, words: dict[str, str]) -> None:
@@ -194,10 +171,6 @@ class RowStep(Kernel):
             return e.op(f"fpext <{n} x half> {half} to {self.vector}")
         return of_bf16_bits(e, bf16_bits(e, numbers, n), n)
 
-    def fma(self, e: Emitter, one: str, other: str, total: str) -> str:
-        vector = self.vector
-        return e.op(f"call {vector} @llvm.fma.v{self.lanes}f32({vector} {one}, {vector} {other}, {vector} {total})")
-
 
 class Norm(RowStep):
     """RMSNorm."""
@@ -210,7 +183,7 @@ class Norm(RowStep):
 
         def add_square(column: str, sums: Sequence[str]) -> list[str]:
             numbers = self.load(e, x, column)
-            return [self.fma(e, numbers, numbers, sums[0])]
+            return [e.fma(vector, numbers, numbers, sums[0])]
 
         (squares,) = counted(e, "squares", "0", width, self.lanes, add_square, [(vector, "zeroinitializer")])
         total = e.op(f"call reassoc float @llvm.vector.reduce.fadd.v{self.lanes}f32(float -0.0, {vector} {squares})")
@@ -241,9 +214,7 @@ class Wide(RowStep):
             places = [e.op(f"add i64 {column}, {n * i}") for i in range(self.apart)]
             vectors = [self.load(e, x, place) for place in places]
             if self.apart == 2:
-                both = ", ".join(f"{self.vector} {vector}" for vector in vectors)
-                lanes = [", ".join(f"i32 {2 * i + place}" for i in range(n)) for place in range(2)]
-                vectors = [e.op(f"shufflevector {both}, <{n} x i32> <{each}>") for each in lanes]
+                vectors = [e.shuffle(self.vector, range(first, 2 * n, 2), *vectors) for first in range(2)]
             for place, vector in zip(places, vectors, strict=True):
                 e.do(f"store {self.vector} {vector}, ptr {e.address(out, place, 'float')}, align 4")
 
@@ -270,7 +241,7 @@ class Mix(RowStep):
                 index = e.op(f"add i64 {first}, {place}")
                 scale = e.op(f"load float, ptr {e.address(words['scales'], index, 'float')}, align 4")
                 numbers = self.load(e, self.row(e, words["x"], width, index), column)
-                return [self.fma(e, numbers, splat(e, scale, self.lanes), sums[0])]
+                return [e.fma(self.vector, numbers, splat(e, scale, self.lanes), sums[0])]
 
             (total,) = counted(e, "add", "0", summed, 1, add, [(self.vector, "zeroinitializer")])
             self.store(e, total, out, column)

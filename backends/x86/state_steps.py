@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .compiler import Emitter, Kernel, run_on_threads
 from .encodings import splat
-from .loops import counted
+from .loops import counted, taken
 from .processor import num_lanes, per_processor
 
 MOST_VECTORS = 4  # of a block of columns; as many as hide the time that a sum takes
@@ -27,26 +27,7 @@ LEAST_NUMBERS = 2**16  # of states that a thread reads: a call of another one ta
 _POINTERS = ("state", "after", "steps", "keys", "queries", "updates", "factors", "rates", "outputs", "scratch")
 _NUMBERS = ("num_steps", "num_earlier", "num_slots", "key_size", "num_heads", "group", "blocks")
 # A job is 64-bit words: units; the next unit and the next thread's number, which threads count up; then those above.
-_JOB_WORDS = 3
-_WORKER = """
-define void @worker(ptr %job) {
-entry:
-  %units = load i64, ptr %job
-  %at_next = getelementptr i64, ptr %job, i64 1
-  %at_thread = getelementptr i64, ptr %job, i64 2
-  %thread = atomicrmw add ptr %at_thread, i64 1 seq_cst
-  br label %next
-next:
-  %unit = atomicrmw add ptr %at_next, i64 1 seq_cst
-  %is_left = icmp slt i64 %unit, %units
-  br i1 %is_left, label %some, label %end
-some:
-  call void @columns(ptr %job, i64 %thread, i64 %unit)
-  br label %next
-end:
-  ret void
-}
-"""
+_JOB = ("units", "next_unit", "next_thread")
 
 
 def can_step_states() -> bool:
@@ -163,12 +144,13 @@ class StateSteps(Kernel):
 
     @property
     def source(self) -> str:
-        e, words = Emitter(), dict[str, str]()
-        for index, name in enumerate((*_POINTERS, *_NUMBERS)):
-            kind = "ptr" if name in _POINTERS else "i64"
-            words[name] = e.op(f"load {kind}, ptr {e.address('%job', str(_JOB_WORDS + index), 'i64')}, align 8")
-        self._emit(e, words)
-        return e.function("define internal void @columns(ptr %job, i64 %thread, i64 %unit)") + _WORKER
+        e, worker = Emitter(), Emitter()
+        self._emit(e, e.words(e.address("%job", str(len(_JOB)), "i64"), (*_POINTERS, *_NUMBERS), _POINTERS))
+        worker.words("%job", _JOB, counted=_JOB[1:])
+        call = f"call void @columns(ptr %job, i64 {worker.op('atomicrmw add ptr %next_thread, i64 1 seq_cst')}, i64 "
+        taken(worker, "%next_unit", 1, "%units", lambda unit, _: worker.do(f"{call}{unit})"))
+        columns = e.function("define internal void @columns(ptr %job, i64 %thread, i64 %unit)")
+        return columns + worker.function("define void @worker(ptr %job)")
 
     def _emit(self, e: Emitter, w: dict[str, str]) -> None:
         """Copy the root's columns to slot 0, take all steps, and copy slot 0 back."""
@@ -186,7 +168,7 @@ class StateSteps(Kernel):
             return e.address(self._row(e, start, first_key, w["value_size"]), w["column"], "float")
 
         self._copy(e, w, "begin", (place(w["state"]), w["value_size"]), (w["slots"], str(self.width)))
-        counted(e, "steps", "0", w["num_steps"], 1, lambda step: self._step(e, w, step))
+        counted(e, "step", "0", w["num_steps"], 1, lambda step: self._step(e, w, step))
         is_over = e.op(f"icmp eq ptr {w['after']}, null")
         e.do(f"br i1 {is_over}, label %end, label %keep")
         e.label("keep")
@@ -223,7 +205,7 @@ class StateSteps(Kernel):
 
         def advance(key: str, update: str) -> str:
             kept = e.op(f"fmul {self.vector} {factor}, {self._load(e, source, key, width)}")
-            new = self._fma(e, self._number(e, keys, key), update, kept)
+            new = e.fma(self.vector, self._number(e, keys, key), update, kept)
             self._store(e, new, target, key, width)
             return new
 
@@ -237,7 +219,7 @@ class StateSteps(Kernel):
         update = given
         if self.corrects:
             answer = self._sum(e, w, "answer", keys, lambda key: self._load(e, source, key, width))
-            missing = self._fma(e, e.op(f"fneg {self.vector} {factor}"), answer, given)
+            missing = e.fma(self.vector, e.op(f"fneg {self.vector} {factor}"), answer, given)
             update = e.op(f"fmul {self.vector} {self._number(e, w['rates'], other_head)}, {missing}")
             e.do(f"store {self.vector} {update}, ptr {at_update}, align 4")
         output = self._sum(e, w, "output", queries, lambda key: advance(key, update))
@@ -250,7 +232,7 @@ class StateSteps(Kernel):
         """The sum of the state's rows, times a number each, by ascending keys."""
 
         def add(key: str, sums: list[str]) -> list[str]:
-            return [self._fma(e, self._number(e, factors, key), rows(key), sums[0])]
+            return [e.fma(self.vector, self._number(e, factors, key), rows(key), sums[0])]
 
         (total,) = counted(e, name, "0", w["key_size"], 1, add, [(self.vector, "zeroinitializer")])
         return total
@@ -267,7 +249,3 @@ class StateSteps(Kernel):
 
     def _store(self, e: Emitter, numbers: str, start: str, key: str, width: str) -> None:
         e.do(f"store {self.vector} {numbers}, ptr {self._row(e, start, key, width)}, align 4")
-
-    def _fma(self, e: Emitter, one: str, other: str, total: str) -> str:
-        vector = self.vector
-        return e.op(f"call {vector} @llvm.fma.v{self.width}f32({vector} {one}, {vector} {other}, {vector} {total})")

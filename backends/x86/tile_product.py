@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .compiler import Emitter, compile_ir, run_on_threads
 from .encodings import Encoding, Float16, splat, transposed
-from .loops import counted
+from .loops import counted, taken
 from .row_product import PARTS, ProductJob, RowProduct, round_text, unpack_text, worker_text
 
 SIDE, COLUMNS = 16, 32  # rows of a tile, and bf16 numbers of a row
@@ -34,7 +34,6 @@ PANEL_NUMBERS = BLOCK_COLUMNS + 32  # of a row there, so that rows do not share 
 _CONFIG_BYTES, _ROW_BYTES = 64, 64
 _PANEL_ROW_BYTES = 2 * PANEL_NUMBERS
 _SUMS, _WEIGHTS, _X = (0, 1, 2, 3), (4, 5), (6, 7)  # tiles: sums, for each of x's by turns; of the matrix; of x
-_LAY_WORDS = 3
 
 _TILES = (
     "ptr %weights, i64 %stride, i64 %next_block, i1 %unpacks, ptr %x_tiles, i64 %count, ptr noalias %sums, "
@@ -140,7 +139,7 @@ class TileProduct(RowProduct):
                 source = rows.data_ptr() + (first + tile) * row_bytes
                 words += (source, min(SIDE, count - tile), start + tile * row_bytes)
             at += count
-        words[1] = len(words[_LAY_WORDS:]) // _LAY_WORDS
+        words[1] = len(words[len(_LAY) :]) // len(_TILE_OF_X)
         run_on_threads(_lay(), words, min(torch.get_num_threads(), words[1]))
         return laid, [places[job.first_row, job.num_rows] for job in jobs]
 
@@ -302,33 +301,7 @@ def _lanes_below(e: Emitter, count: str) -> str:
 
 # Words: the tiles that threads have taken, which they count up, the number of tiles, and of columns. Then of each tile
 # the address of its first row, its number of rows, and where it goes.
-_LAY = f"""
-define void @worker(ptr %work) {{
-entry:
-  %at_count = getelementptr i64, ptr %work, i64 1
-  %count = load i64, ptr %at_count
-  %at_columns = getelementptr i64, ptr %work, i64 2
-  %columns = load i64, ptr %at_columns
-  br label %next
-next:
-  %tile = atomicrmw add ptr %work, i64 1 seq_cst
-  %is_left = icmp slt i64 %tile, %count
-  br i1 %is_left, label %lay, label %end
-lay:
-  %before = mul i64 %tile, {_LAY_WORDS}
-  %place = add i64 %before, {_LAY_WORDS}
-  %at_source = getelementptr i64, ptr %work, i64 %place
-  %source = load ptr, ptr %at_source
-  %at_rows = getelementptr i64, ptr %at_source, i64 1
-  %rows = load i64, ptr %at_rows
-  %at_laid = getelementptr i64, ptr %at_source, i64 2
-  %laid = load ptr, ptr %at_laid
-  call void @lay(ptr %source, ptr %laid, i64 %rows, i64 %columns)
-  br label %next
-end:
-  ret void
-}}
-"""
+_LAY, _TILE_OF_X = ("next_tile", "count", "columns"), ("source", "rows", "laid")
 
 
 @cache
@@ -353,6 +326,14 @@ def _lay() -> Callable[..., None]:
 
     counted(e, "column", "0", "%columns", COLUMNS, block)
     e.do("ret void")
-    return compile_ir(
-        _LAY + e.function("define internal void @lay(ptr %source, ptr %laid, i64 %rows, i64 %columns)"), "worker"
-    )
+    worker = Emitter()
+    worker.words("%work", _LAY, counted=("next_tile",))
+
+    def tile(index: str, _: str) -> None:
+        place = worker.i64("add", worker.i64("mul", index, len(_TILE_OF_X)), len(_LAY))
+        worker.words(worker.address("%work", place, "i64"), _TILE_OF_X, ("source", "laid"))
+        worker.do("call void @lay(ptr %source, ptr %laid, i64 %rows, i64 %columns)")
+
+    taken(worker, "%next_tile", 1, "%count", tile)
+    lay = e.function("define internal void @lay(ptr %source, ptr %laid, i64 %rows, i64 %columns)")
+    return compile_ir(lay + worker.function("define void @worker(ptr %work)"), "worker")

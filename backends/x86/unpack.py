@@ -13,16 +13,15 @@ from torch import Tensor
 
 from .compiler import Emitter, Kernel, run_on_threads
 from .encodings import Encoding, RowReader, bf16_bits
+from .loops import counted, taken
+from .row_product import MOST_PARTS, PARTS
+from .row_steps import ITEMS
 
 CHUNK_ELEMENTS = 2**17  # that a thread takes at a time
 WORTH_COMPILING = 2**18  # numbers from which on compiling (at least 0.1 s) takes less time than plain torch
-MOST_PARTS = 5
-
-_PARTS = ", ".join(f"ptr %part{i}" for i in range(MOST_PARTS))
-_KINDS = {torch.float32: "float", torch.bfloat16: "i16", torch.float16: "half"}
-# A job is 64-bit words: the address of the result; N, K; rows of a chunk; the next chunk, which threads count up; the
+# A job is 64-bit words: the address of the result; N, K; rows of a chunk; the next row, which threads count up; the
 # addresses of the matrix's parts.
-_JOB_WORDS = 5
+_JOB = ("out", "outputs", "columns", "chunk", "next_row", *(f"part{i}" for i in range(MOST_PARTS)))
 
 
 class Unpacker(Kernel):
@@ -63,35 +62,25 @@ class Unpacker(Kernel):
 
     def _rows(self) -> str:
         """Rows first .. last of the matrix."""
-        e, parts = Emitter(), [f"%part{i}" for i in range(MOST_PARTS)]
-        e.label("entry")
-        reader = RowReader(e, self.encoding, parts, 1)
-        e.do("br label %row")
-        e.label("row")
-        e.do("%index = phi i64 [ %first, %entry ], [ %next_index, %row_end ]")
-        reader.begin_rows(["%index"], "%columns")
-        start = e.address("%out", e.op("mul i64 %index, %columns"), _KINDS[self.dtype])
-        e.do("br label %step")
-        e.label("step")
-        e.do("%column = phi i64 [ 0, %row ], [ %next_column, %step_end ]")
+        e, item = Emitter(), ITEMS[self.dtype]
         is_exact = self.dtype == torch.bfloat16 and self.encoding.has_bf16
-        (vectors,) = reader.step("%column", as_bf16=is_exact)
-        for first, weights in vectors:
-            place = e.op(f"add i64 %column, {first}")
-            stored = f"<16 x i16> {weights}" if is_exact else self._rounded(e, weights)
-            e.do(f"store {stored}, ptr {e.address(start, place, _KINDS[self.dtype])}, align 1")
-        e.do("br label %step_end")
-        e.label("step_end")
-        e.do(f"%next_column = add i64 %column, {self.encoding.step}")
-        e.do(f"br i1 {e.op('icmp slt i64 %next_column, %columns')}, label %step, label %row_end")
-        e.label("row_end")
-        e.do("%next_index = add i64 %index, 1")
-        e.do(f"br i1 {e.op('icmp slt i64 %next_index, %last')}, label %row, label %end")
-        e.label("end")
+        reader = RowReader(e, self.encoding, [f"%part{i}" for i in range(MOST_PARTS)], 1)
+
+        def row(index: str) -> None:
+            reader.begin_rows([index], "%columns")
+            start = e.address("%out", e.i64("mul", index, "%columns"), item)
+
+            def step(column: str) -> None:
+                (vectors,) = reader.step(column, as_bf16=is_exact)
+                for first, weights in vectors:
+                    stored = f"<16 x i16> {weights}" if is_exact else self._rounded(e, weights)
+                    e.do(f"store {stored}, ptr {e.address(start, e.i64('add', column, first), item)}, align 1")
+
+            counted(e, "column", "0", "%columns", self.encoding.step, step)
+
+        counted(e, "row", "%first", "%last", 1, row)
         e.do("ret void")
-        return e.function(
-            f"define internal void @rows(ptr noalias %out, {_PARTS}, i64 %first, i64 %last, i64 %columns)"
-        )
+        return e.function(f"define internal void @rows(ptr noalias %out, {PARTS}, i64 %first, i64 %last, i64 %columns)")
 
     def _rounded(self, e: Emitter, weights: str) -> str:
         """A vector in the dtype of the result, with its type before it."""
@@ -105,19 +94,7 @@ class Unpacker(Kernel):
 
 def _worker() -> str:
     e = Emitter()
-    e.label("entry")
-    places = [e.address("%job", str(i), "i64") for i in range(_JOB_WORDS + MOST_PARTS)]
-    out = e.op(f"load ptr, ptr {places[0]}")
-    outputs, columns, chunk = (e.op(f"load i64, ptr {place}") for place in places[1:4])
-    parts = ", ".join(f"ptr {e.op(f'load ptr, ptr {place}')}" for place in places[_JOB_WORDS:])
-    e.do("br label %next")
-    e.label("next")
-    first = e.op(f"atomicrmw add ptr {places[4]}, i64 {chunk} seq_cst")
-    e.do(f"br i1 {e.op(f'icmp slt i64 {first}, {outputs}')}, label %some, label %end")
-    e.label("some")
-    last = e.op(f"call i64 @llvm.smin.i64(i64 {e.op(f'add i64 {first}, {chunk}')}, i64 {outputs})")
-    e.do(f"call void @rows(ptr {out}, {parts}, i64 {first}, i64 {last}, i64 {columns})")
-    e.do("br label %next")
-    e.label("end")
-    e.do("ret void")
+    e.words("%job", _JOB, ("out", *_JOB[5:]), ("next_row",))
+    call = f"call void @rows(ptr %out, {PARTS}, i64 {{}}, i64 {{}}, i64 %columns)"
+    taken(e, "%next_row", "%chunk", "%outputs", lambda first, last: e.do(call.format(first, last)))
     return e.function("define void @worker(ptr %job)")
