@@ -43,8 +43,7 @@ class Bf16Bits(Encoding):
             for start in range(0, _HALF, n):
                 some = words
                 if n < _HALF:
-                    places = ", ".join(f"i32 {start + i}" for i in range(n))
-                    some = e.op(f"shufflevector <16 x i16> {words}, <16 x i16> poison, <{n} x i32> <{places}>")
+                    some = e.shuffle("<16 x i16>", range(start, start + n), words)
                 yield first + start, of_bf16_bits(e, some, n)
 
     def bf16_vectors(self, e: Emitter, parts: Sequence[str], row: Row, column: str) -> Vectors:
@@ -98,8 +97,7 @@ def _bf16(e: Emitter, low: str, code: str, upper: str, lower: str) -> str:
     fraction = e.op(f"and <16 x i8> {low}, splat (i8 127)")
     top = e.op(f"or <16 x i8> {sign}, {e.op(shuffle.format(upper, code))}")
     bottom = e.op(f"or <16 x i8> {fraction}, {e.op(shuffle.format(lower, code))}")
-    places = ", ".join(f"i32 {i}, i32 {16 + i}" for i in range(16))
-    pairs = e.op(f"shufflevector <16 x i8> {bottom}, <16 x i8> {top}, <32 x i32> <{places}>")
+    pairs = e.shuffle("<16 x i8>", [place for i in range(16) for place in (i, 16 + i)], bottom, top)
     return e.op(f"bitcast <32 x i8> {pairs} to <16 x i16>")
 
 

@@ -27,9 +27,9 @@ from .row_product import (
     BLOCK,
     BLOCK_NAMES,
     MOST_PARTS,
-    PARTS,
     RowProduct,
     fetch,
+    few_rows,
     multiply_text,
     reduced,
     round_text,
@@ -63,14 +63,15 @@ class ByteProduct(RowProduct):
             (
                 *(_block(self.encoding, form, layout, rows) for rows in range(1, TILE_ROWS + 1)),
                 _few(),
-                # What a worker calls for more rows than MOST_ROWS.
-                f"define internal void @panel(i64 %rows, {BLOCK}) {{\n  ret void\n}}\n",
-                f"define internal void @unpack(ptr %panel, {PARTS}, i64 %first, i64 %last, i64 %start, i64 %width, "
-                "i64 %columns) {\n  ret void\n}\n",
                 round_text(self.encoding.lanes),
-                worker_text(multiply_text("i8", 1, TILE_ROWS, (layout.num_bytes, layout.size))),
+                worker_text(multiply_text(self._multiply)),
             )
         )
+
+    def _multiply(self, e: Emitter, first: str, last: str) -> None:
+        layout = LAYOUTS[self.encoding.size]
+        row_bytes = e.i64("udiv", e.i64("mul", "%columns", layout.num_bytes), layout.size)
+        few_rows(e, "i8", row_bytes, TILE_ROWS, first, last)
 
 
 class Dots:
@@ -96,16 +97,10 @@ class Dots:
         return self._halves(e, (one, other), "<32 x i16>", lambda one, other: self.of_words(e, one, other, 16))
 
     def _halves(self, e: Emitter, vectors: Sequence[str], kind: str, operation: Callable[..., str]) -> str:
-        count = int(kind[1:].split()[0])
-        results = list[str]()
-        for first in (0, count // 2):
-            lanes = ", ".join(f"i32 {first + i}" for i in range(count // 2))
-            each = [e.op(f"shufflevector {kind} {v}, {kind} poison, <{count // 2} x i32> <{lanes}>") for v in vectors]
-            results.append(operation(*each))
-        part = "<16 x i16>" if kind == "<64 x i8>" else "<8 x i32>"
-        size = int(part[1:].split()[0])
-        lanes = ", ".join(f"i32 {i}" for i in range(2 * size))
-        return e.op(f"shufflevector {part} {results[0]}, {part} {results[1]}, <{2 * size} x i32> <{lanes}>")
+        half, size, part = (32, 16, "<16 x i16>") if kind == "<64 x i8>" else (16, 8, "<8 x i32>")
+        places = range(half), range(half, 2 * half)
+        results = [operation(*(e.shuffle(kind, each, vector) for vector in vectors)) for each in places]
+        return e.shuffle(part, range(2 * size), *results)
 
 
 W = TypeVar("W")
@@ -133,11 +128,6 @@ class ByteForm(ABC, Generic[W]):
 
     def times(self, e: Emitter, one: str, other: str) -> str:
         return e.op(f"fmul {self.vector} {one}, {other}")
-
-    def fma(self, e: Emitter, one: str, other: str, total: str) -> str:
-        """total + one · other."""
-        listed = ", ".join(f"{self.vector} {each}" for each in (one, other, total))
-        return e.op(f"call {self.vector} @llvm.fma.v{self.count}f32({listed})")
 
     def scale(self, e: Emitter, x: str, layout: ByteLayout) -> str:
         """The scale of a row's block, as a vector."""
@@ -176,19 +166,13 @@ class LargeForm(ByteForm[LargeWeights]):
         eight = self.dots.of_words(e, weights.of_sums, sums, 16)
         if weights.low is None:
             eight = e.op(f"shl <8 x i32> {eight}, splat (i32 5)")
-        lanes = ", ".join(f"i32 {i}" for i in range(16))
-        lows = e.op(f"shufflevector <8 x i32> {eight}, <8 x i32> zeroinitializer, <16 x i32> <{lanes}>")
+        lows = e.shuffle("<8 x i32>", range(16), eight, "zeroinitializer")
         if weights.low is None:
             whole = e.op(f"sub <16 x i32> {whole}, {lows}")
         products = self.times(e, self.numbers(e, whole), weights.factor)
         if weights.low is not None:
-            products = self.fma(e, self.numbers(e, lows), weights.low, products)
-        return self.fma(e, products, self.scale(e, x, layout), total)
-
-    def words(self, e: Emitter, words: str, places: Sequence[int]) -> str:
-        """Words <16 x i16> at these places."""
-        lanes = ", ".join(f"i32 {place}" for place in places)
-        return e.op(f"shufflevector <16 x i16> {words}, <16 x i16> poison, <{len(places)} x i32> <{lanes}>")
+            products = e.fma(self.vector, self.numbers(e, lows), weights.low, products)
+        return e.fma(self.vector, products, self.scale(e, x, layout), total)
 
     def half(self, e: Emitter, block: str, at: int) -> str:
         return self.encoding.half(e, block, at, self.count)
@@ -200,8 +184,8 @@ class FormWithMinima(LargeForm):
     def unpacked(self, e: Emitter, block: str) -> LargeWeights:
         assert isinstance(self.encoding, WithMinima)
         words = e.op(f"zext <16 x i8> {self.encoding.packed(e, block)} to <16 x i16>")
-        scales = [self.words(e, words, [2 * quarter + i // 16 for i in range(32)]) for quarter in range(4)]
-        minima = self.words(e, words, [8 + i // 2 for i in range(16)])
+        scales = [e.shuffle("<16 x i16>", [2 * quarter + i // 16 for i in range(32)], words) for quarter in range(4)]
+        minima = e.shuffle("<16 x i16>", [8 + i // 2 for i in range(16)], words)
         low = e.op(f"fneg {self.vector} {self.half(e, block, 2)}")
         return LargeWeights(list(self.codes(e, block)), scales, minima, self.half(e, block, 0), low)
 
@@ -211,7 +195,7 @@ class FormWithMinima(LargeForm):
             return
         for quarter in range(4):
             loaded = e.op(f"load <16 x i16>, ptr {e.address(block, str(16 + 32 * quarter))}, align 1")
-            twice = self.words(e, loaded, [i % 16 for i in range(32)])
+            twice = e.shuffle("<16 x i16>", [i % 16 for i in range(32)], loaded)
             distances = ", ".join(f"i16 {4 * (i // 16)}" for i in range(32))
             moved = e.op(f"lshr <32 x i16> {twice}, <{distances}>")
             yield of_bytes(e, "and", e.op(f"bitcast <32 x i16> {moved} to <64 x i8>"), 15, 64)
@@ -224,7 +208,7 @@ class SixBitForm(LargeForm):
         assert isinstance(self.encoding, Q6K)
         loaded = e.op(f"load <16 x i8>, ptr {e.address(block, '192')}, align 1")
         words = e.op(f"sext <16 x i8> {loaded} to <16 x i16>")
-        scales = [self.words(e, words, [4 * quarter + i // 8 for i in range(32)]) for quarter in range(4)]
+        scales = [e.shuffle("<16 x i16>", [4 * quarter + i // 8 for i in range(32)], words) for quarter in range(4)]
         codes = list(self.encoding.unsigned(e, block))
         return LargeWeights(codes, scales, words, self.half(e, block, 208), None)
 
@@ -261,8 +245,7 @@ class SmallForm(ByteForm[SmallWeights]):
             signed = e.op(f"load <32 x i8>, ptr {place}, align 1")
         else:
             loaded = e.op(f"load <8 x i16>, ptr {place}, align 1")
-            lanes = ", ".join(f"i32 {i % 8}" for i in range(16))
-            twice = e.op(f"shufflevector <8 x i16> {loaded}, <8 x i16> poison, <16 x i32> <{lanes}>")
+            twice = e.shuffle("<8 x i16>", [*range(8)] * 2, loaded)
             distances = ", ".join(f"i16 {4 * (i // 8)}" for i in range(16))
             moved = e.op(f"bitcast <16 x i16> {e.op(f'lshr <16 x i16> {twice}, <{distances}>')} to <32 x i8>")
             table = ", ".join(f"i8 {value}" for value in [*self._values] * 2)
@@ -276,7 +259,7 @@ class SmallForm(ByteForm[SmallWeights]):
         pairs = self.dots.of_bytes(e, weights.sizes, moved, 32)
         whole = self.dots.of_words(e, pairs, "splat (i16 1)", 16)
         scaled = self.times(e, self.numbers(e, whole), self.scale(e, x, layout))
-        return self.fma(e, scaled, weights.factor, total)
+        return e.fma(self.vector, scaled, weights.factor, total)
 
 
 # ------------------------------------------------------------------------------------------------------ the kernel
@@ -285,7 +268,6 @@ class SmallForm(ByteForm[SmallWeights]):
 def _block(encoding: Encoding, form: ByteForm[Any], layout: ByteLayout, num_rows: int) -> str:
     """Products of `num_rows` rows of x with rows first .. last of the matrix."""
     e, rows = Emitter(), range(num_rows)
-    e.label("entry")
     stride = e.op(f"udiv i64 {e.op(f'mul i64 %columns, {layout.num_bytes}')}, {layout.size}")
     xs = [e.address("%x", e.op(f"mul i64 {stride}, {i}")) for i in rows]
 

@@ -113,10 +113,7 @@ class Factors:
         if self.is_paired:
             operands = f"{self.sums} {total}, {self.vector} {one}, {self.vector} {other}"
             return e.op(f"call {self.sums} @llvm.x86.avx512bf16.dpbf16ps.512({operands})")
-        lanes = self.vector[1:].split()[0]
-        return e.op(
-            f"call {self.sums} @llvm.fma.v{lanes}f32({self.vector} {one}, {self.vector} {other}, {self.sums} {total})"
-        )
+        return e.fma(self.vector, one, other, total)
 
     def joined(self, e: Emitter, vectors: Vectors, *, are_bf16: bool) -> Vectors:
         """Vectors of 16 numbers, fp32 or the bits of bf16 (<16 x i16>), as vectors of 32 bf16 numbers.
@@ -131,8 +128,7 @@ class Factors:
                 continue
             lower, upper = (waiting.pop(start), vector) if first > start else (vector, waiting.pop(start))
             if are_bf16:
-                places = ", ".join(f"i32 {i}" for i in range(32))
-                words = e.op(f"shufflevector <16 x i16> {lower}, <16 x i16> {upper}, <32 x i32> <{places}>")
+                words = e.shuffle("<16 x i16>", range(32), lower, upper)
                 yield start, e.op(f"bitcast <32 x i16> {words} to {self.vector}")
             else:
                 yield start, self.rounded(e, lower, upper)
@@ -336,19 +332,17 @@ def splat(e: Emitter, number: str, lanes: int, kind: str = "float") -> str:
     return e.op(f"shufflevector <{lanes} x {kind}> {one}, <{lanes} x {kind}> poison, <{lanes} x i32> zeroinitializer")
 
 
-def transposed(e: Emitter, rows: Sequence[str], item: str = "float") -> list[str]:
+def transposed(e: Emitter, rows: Sequence[str]) -> list[str]:
     """A square of vectors of a power of two numbers: those at place i of all of them become vector i."""
     square, n, distance = list(rows), len(rows), 1
+    kind = f"<{n} x float>"
     while distance < n:
         lower = [i if not i & distance else n + (i ^ distance) for i in range(n)]
         upper = [i ^ distance if not i & distance else n + i for i in range(n)]
         for i in range(n):
             if not i & distance:
-                pair = f"<{n} x {item}> {square[i]}, <{n} x {item}> {square[i | distance]}"
-                square[i], square[i | distance] = (
-                    e.op(f"shufflevector {pair}, <{n} x i32> <{', '.join(f'i32 {place}' for place in places)}>")
-                    for places in (lower, upper)
-                )
+                pair = square[i], square[i | distance]
+                square[i], square[i | distance] = (e.shuffle(kind, places, *pair) for places in (lower, upper))
         distance *= 2
     return square
 

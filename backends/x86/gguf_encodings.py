@@ -16,11 +16,6 @@ from .compiler import Emitter
 from .encodings import Encoding, Factors, Row, Vectors, look_up, look_up_in, splat, table_of
 
 
-def i64(e: Emitter, operation: str, left: str, right: str | int) -> str:
-    """An operation on two 64-bit numbers, such as addresses."""
-    return e.op(f"{operation} i64 {left}, {right}")
-
-
 def of_bytes(e: Emitter, operation: str, codes: str, number: int, count: int = 32) -> str:
     """An operation on each of `count` bytes and a constant."""
     return e.op(f"{operation} <{count} x i8> {codes}, splat (i8 {number})")
@@ -56,18 +51,18 @@ class BlockEncoding(Encoding):
         self._ints = f"<{lanes} x i32>"
 
     def row(self, e: Emitter, parts: Sequence[str], index: str, num_columns: str) -> Row:
-        row_bytes = i64(e, "mul", i64(e, "udiv", num_columns, self.size), self.num_bytes)
+        row_bytes = e.i64("mul", e.i64("udiv", num_columns, self.size), self.num_bytes)
         return (self.start(e, parts[0], index, row_bytes),)
 
     def vectors(self, e: Emitter, parts: Sequence[str], row: Row, column: str) -> Vectors:
         return self.numbers(e, self.place(e, row, column))
 
     def place(self, e: Emitter, row: Row, column: str) -> UnpackingStep:
-        quarter = i64(e, "lshr", i64(e, "and", column, self.size - 1), 6)
+        quarter = e.i64("lshr", e.i64("and", column, self.size - 1), 6)
         return UnpackingStep(self.block(e, row, column), quarter, row[-1])
 
     def block(self, e: Emitter, row: Row, column: str) -> str:
-        return e.address(row[0], i64(e, "mul", i64(e, "udiv", column, self.size), self.num_bytes))
+        return e.address(row[0], e.i64("mul", e.i64("udiv", column, self.size), self.num_bytes))
 
     @abstractmethod
     def numbers(self, e: Emitter, step: UnpackingStep) -> Vectors:
@@ -84,8 +79,7 @@ class BlockEncoding(Encoding):
         start = min(at, self.num_bytes - 8)
         four = e.op(f"load <4 x half>, ptr {e.address(block, str(start))}, align 1")
         floats = e.op(f"fpext <4 x half> {four} to <4 x float>")
-        lanes = ", ".join([f"i32 {(at - start) // 2}"] * count)
-        return e.op(f"shufflevector <4 x float> {floats}, <4 x float> poison, <{count} x i32> <{lanes}>")
+        return e.shuffle("<4 x float>", [(at - start) // 2] * count, floats)
 
     def halves(self, e: Emitter, block: str, count: int) -> list[str]:
         """The first fp16 numbers of a block, each as a vector."""
@@ -104,8 +98,7 @@ class BlockEncoding(Encoding):
         if shift is None:
             return e.op(f"fmul {self.vector} {numbers}, {scale}")
         # The product is exact, so that nothing is rounded otherwise than by two instructions.
-        operands = ", ".join(f"{self.vector} {operand}" for operand in (numbers, scale, shift))
-        return e.op(f"call {self.vector} @llvm.fma.v{self.lanes}f32({operands})")
+        return e.fma(self.vector, numbers, scale, shift)
 
 
 # ------------------------------------------------------------------------------------------------------ blocks of 32
@@ -163,8 +156,7 @@ class Nibbles(BlockEncoding):
             table = e.op(f"bitcast {factors.vector} {factors.rounded(e, *tables)} to <32 x i16>")
             loaded = e.op(f"load <{group.count} x i8>, ptr {group.place}, align 1")
             if group.count == 16:
-                lanes = ", ".join(f"i32 {i % 16}" for i in range(32))
-                loaded = e.op(f"shufflevector <16 x i8> {loaded}, <16 x i8> poison, <32 x i32> <{lanes}>")
+                loaded = e.shuffle("<16 x i8>", [*range(16)] * 2, loaded)
             codes = e.op(f"zext <32 x i8> {loaded} to <32 x i16>")
             if group.count == 16:
                 distances = ", ".join(f"i16 {4 * (i // 16)}" for i in range(32))
@@ -300,8 +292,8 @@ class LargeBlock(BlockEncoding):
 
     def factors(self, e: Emitter, step: UnpackingStep, per_quarter: int, first: int = 0) -> list[str]:
         """Those of a quarter, from number `first` of the scratch on, each as a vector."""
-        start = i64(e, "add", i64(e, "mul", step.quarter, per_quarter), first)
-        places = [e.address(step.scratch, i64(e, "add", start, i), "float") for i in range(per_quarter)]
+        start = e.i64("add", e.i64("mul", step.quarter, per_quarter), first)
+        places = [e.address(step.scratch, e.i64("add", start, i), "float") for i in range(per_quarter)]
         return [splat(e, e.op(f"load float, ptr {place}, align 4"), self.lanes) for place in places]
 
     def product(self, e: Emitter, codes: str, kind: str, count: int, factor: str) -> str:
@@ -334,7 +326,7 @@ class WithBytes(LargeBlock):
         """Those of each quarter, <64 x i8>."""
 
     def numbers(self, e: Emitter, step: UnpackingStep) -> Vectors:
-        place = e.address(e.address(step.scratch, str(4 * self.num_factors)), i64(e, "shl", step.quarter, 6))
+        place = e.address(e.address(step.scratch, str(4 * self.num_factors)), e.i64("shl", step.quarter, 6))
         factors = self.weight_factors(e, step)
         for first in range(0, 64, self.lanes):
             numbers = self.floats(e, self.bytes(e, e.address(place, str(first)), self.extend))
@@ -352,8 +344,7 @@ class WithBytes(LargeBlock):
         """
         words = e.op(f"load <{16 if is_twice else 32} x i16>, ptr {place}, align 1")
         if is_twice:
-            lanes = ", ".join(f"i32 {lane % 16}" for lane in range(32))
-            words = e.op(f"shufflevector <16 x i16> {words}, <16 x i16> poison, <32 x i32> <{lanes}>")
+            words = e.shuffle("<16 x i16>", [*range(16)] * 2, words)
         distances = ", ".join(f"i16 {abs(moves[lane // 16])}" for lane in range(32))
         moved = e.op(f"{'lshr' if min(moves) < 0 else 'shl'} <32 x i16> {words}, <{distances}>")
         return of_bytes(e, "and", e.op(f"bitcast <32 x i16> {moved} to <64 x i8>"), mask, 64)
@@ -375,7 +366,7 @@ class IQ4XS(Nibbles, LargeBlock):
         return self.product(e, of_words(e, "sub", codes, [32] * 8), "sitofp i32", 8, scale)
 
     def groups(self, e: Emitter, step: UnpackingStep) -> Iterator[NibbleGroup]:
-        codes = e.address(e.address(step.block, "8"), i64(e, "shl", step.quarter, 5))
+        codes = e.address(e.address(step.block, "8"), e.i64("shl", step.quarter, 5))
         for i, scale in enumerate(self.factors(e, step, 2)):
             yield NibbleGroup(e.address(codes, str(16 * i)), 16, (scale,), (scale,), 32 * i)
 
@@ -388,9 +379,9 @@ class WithMinima(LargeBlock):
     def packed(self, e: Emitter, block: str) -> str:
         """The scales and the minima, <16 x i8>. `gguf_blocks._scales_and_lows` explains how they are packed."""
         words = e.op(f"load <4 x i32>, ptr {block}, align 1")
-        packed_scales = self._words(e, words, (1, 3, 2, 3))
+        packed_scales = e.shuffle("<4 x i32>", (1, 3, 2, 3), words)
         lower = of_words(e, "and", of_words(e, "lshr", packed_scales, (0, 0, 0, 4)), (0x3F3F3F3F, 0x0F0F0F0F) * 2)
-        upper = of_words(e, "lshr", self._words(e, words, (1, 1, 2, 2)), [2] * 4)
+        upper = of_words(e, "lshr", e.shuffle("<4 x i32>", (1, 1, 2, 2), words), [2] * 4)
         codes = either(e, lower, of_words(e, "and", upper, (0, 0x30303030) * 2), "<4 x i32>")
         return e.op(f"bitcast <4 x i32> {codes} to <16 x i8>")
 
@@ -399,13 +390,8 @@ class WithMinima(LargeBlock):
         halves = e.op(f"load <2 x half>, ptr {block}, align 1")
         both = e.op(f"fpext <2 x half> {halves} to <2 x float>")
         signed = e.op(f"fmul <2 x float> {both}, <float 1.0, float -1.0>")
-        lanes = ", ".join(f"i32 {place // 8}" for place in range(16))
-        factor = e.op(f"shufflevector <2 x float> {signed}, <2 x float> poison, <16 x i32> <{lanes}>")
+        factor = e.shuffle("<2 x float>", [0] * 8 + [1] * 8, signed)
         return self.product(e, self.packed(e, block), "uitofp i8", 16, factor)
-
-    def _words(self, e: Emitter, words: str, places: Sequence[int]) -> str:
-        lanes = ", ".join(f"i32 {place}" for place in places)
-        return e.op(f"shufflevector <4 x i32> {words}, <4 x i32> poison, <4 x i32> <{lanes}>")
 
 
 class Q4K(Nibbles, WithMinima):
@@ -414,7 +400,7 @@ class Q4K(Nibbles, WithMinima):
     num_bytes = 144
 
     def groups(self, e: Emitter, step: UnpackingStep) -> Iterator[NibbleGroup]:
-        codes = e.address(e.address(step.block, "16"), i64(e, "shl", step.quarter, 5))
+        codes = e.address(e.address(step.block, "16"), e.i64("shl", step.quarter, 5))
         scales, shifts = self.factors(e, step, 2), self.factors(e, step, 2, 8)
         lower, upper = zip(scales, shifts, strict=True)
         yield NibbleGroup(codes, 32, lower, upper)
@@ -450,8 +436,7 @@ class Q2K(WithBytes):
             self.product(e, packed_scales, "uitofp i8", 16, factor)
             for packed_scales, factor in zip(pieces, factors, strict=True)
         ]
-        lanes = ", ".join(f"i32 {place}" for place in range(32))
-        return e.op(f"shufflevector <16 x float> {pair[0]}, <16 x float> {pair[1]}, <32 x i32> <{lanes}>")
+        return e.shuffle("<16 x float>", range(32), *pair)
 
     def codes(self, e: Emitter, block: str) -> Iterator[str]:
         for quarter in range(4):
@@ -469,7 +454,7 @@ class Q3K(WithBytes):
     def scales(self, e: Emitter, block: str) -> str:
         """Codes less 32: lower four bits in bytes 96 to 103, upper two in 104 to 107."""
         pair = e.op(f"load <2 x i32>, ptr {e.address(block, '96')}, align 1")
-        lower = e.op(f"shufflevector <2 x i32> {pair}, <2 x i32> poison, <4 x i32> <i32 0, i32 1, i32 0, i32 1>")
+        lower = e.shuffle("<2 x i32>", (0, 1, 0, 1), pair)
         lower = of_words(e, "and", of_words(e, "lshr", lower, (0, 0, 4, 4)), [0x0F0F0F0F] * 4)
         upper = splat(e, e.op(f"load i32, ptr {e.address(block, '104')}, align 1"), 4, "i32")
         upper = of_words(e, "and", of_words(e, "lshr", upper, (0, 2, 4, 6)), [0x03030303] * 4)

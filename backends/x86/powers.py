@@ -14,18 +14,15 @@ def power_of_e(e: Emitter, x: str, lanes: int) -> str:
     """e to the power of x, for x up to LARGEST: 2 to a whole number times a polynomial (Cephes' expf)."""
     vector, ints = f"<{lanes} x float>", f"<{lanes} x i32>"
 
-    def fma(one: str, other: str, total: str) -> str:
-        return e.op(f"call {vector} @llvm.fma.v{lanes}f32({vector} {one}, {vector} {other}, {vector} {total})")
-
-    shifted = fma(x, of_all(1.44269504088896341), of_all(_ROUNDING))
+    shifted = e.fma(vector, x, of_all(1.44269504088896341), of_all(_ROUNDING))
     whole = e.op(f"fsub {vector} {shifted}, {of_all(_ROUNDING)}")
-    rest = fma(whole, of_all(-0.693359375), x)
-    rest = fma(whole, of_all(2.12194440e-4), rest)
+    rest = e.fma(vector, whole, of_all(-0.693359375), x)
+    rest = e.fma(vector, whole, of_all(2.12194440e-4), rest)
     power = of_all(_POLYNOMIAL[0])
     for coefficient in _POLYNOMIAL[1:]:
-        power = fma(power, rest, of_all(coefficient))
+        power = e.fma(vector, power, rest, of_all(coefficient))
     square = e.op(f"fmul {vector} {rest}, {rest}")
-    power = e.op(f"fadd {vector} {fma(power, square, rest)}, {of_all(1.0)}")
+    power = e.op(f"fadd {vector} {e.fma(vector, power, square, rest)}, {of_all(1.0)}")
     exponents = e.op(f"shl {ints} {e.op(f'bitcast {vector} {shifted} to {ints}')}, splat (i32 23)")
     bits = e.op(f"add {ints} {e.op(f'bitcast {vector} {power} to {ints}')}, {exponents}")
     power = e.op(f"bitcast {ints} {bits} to {vector}")

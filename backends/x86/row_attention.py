@@ -386,7 +386,6 @@ class RowAttention(Kernel):
     def _unpack(self) -> str:
         """Unpack keys and values from their places; keys are transposed."""
         e, n = Emitter(), self.lanes
-        e.label("entry")
         keys, values, key_places, value_places = (
             self._in_scratch(e, place)
             for place in (self.places.keys, self.places.values, self.places.key_places, self.places.value_places)
@@ -441,7 +440,6 @@ class RowAttention(Kernel):
     def _queries(self, count: int) -> str:
         """Attention of `count` queries from number `%first` on to the block that begins at position `%start`."""
         e = Emitter()
-        e.label("entry")
         scores = self._scores(e, count)
         shrinkage, weights = self._in_scratch(e, self.places.shrinkage), self._in_scratch(e, self.places.weights)
         for i in range(count):
@@ -582,7 +580,6 @@ class RowAttention(Kernel):
     def _all_queries(self) -> str:
         """Attention of queries first .. last to the block that begins at position `%start`."""
         e, micro = Emitter(), self.micro
-        e.label("entry")
         count = e.op("sub i64 %last, %first")
         whole = e.op(f"sub i64 %last, {e.op(f'urem i64 {count}, {micro}')}")
 
@@ -603,7 +600,6 @@ class RowAttention(Kernel):
 
     def _worker(self) -> str:
         e = Emitter()
-        e.label("entry")
         e.words("%work", _WORK, ("scratch",), ("next_thread",))
         thread = e.op("atomicrmw add ptr %next_thread, i64 1 seq_cst")
         scratch = e.address("%scratch", e.i64("mul", thread, "%scratch_bytes"))

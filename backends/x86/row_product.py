@@ -28,7 +28,7 @@ from torch import Tensor
 
 from .compiler import Emitter, Kernel, is_recording, run_on_threads
 from .encodings import Encoding, Factors, Float16, RowReader, Unpacked, Vectors, bf16_bits, fp16_bits
-from .loops import counted
+from .loops import counted, taken
 from .processor import num_lanes
 from .row_steps import lay_rows
 
@@ -42,7 +42,6 @@ FETCH_AHEAD = 8  # rows of the matrix between one that is read and one that is f
 
 PARTS = ", ".join(f"ptr %part{i}" for i in range(MOST_PARTS))
 _NO_PARTS = (0,) * MOST_PARTS
-_NONE = ", ".join(["ptr null"] * (MOST_PARTS - 1))
 BLOCK = (
     f"ptr noalias %x, ptr noalias %out, {PARTS}, "
     "i64 %first, i64 %last, i64 %width, i64 %columns, i64 %outputs, i1 %add, i1 %fetch"
@@ -54,117 +53,10 @@ BLOCK_NAMES = BLOCK.replace("noalias ", "")
 # none), and a panel's bytes. Then those of each job: addresses of x and the sums; N, K, R; rows of a chunk and of a
 # region; whether there are panels; addresses of the rounded result and of the matrix's parts. Last, of each region, the
 # rows that were taken from it, which threads count up.
-_WORK_WORDS, _JOB_WORDS = 7, 9
+_WORK = ("panels", "next_thread", "threads", "jobs", "regions", "kind", "panel_bytes")
+_POINTERS = ("x", "out", "rounded", *(f"part{i}" for i in range(MOST_PARTS)))
+_JOB = ("x", "out", "outputs", "columns", "rows", "chunk", "region", "uses_panel", *_POINTERS[2:])
 ROUNDED = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_WORKER = f"""
-define void @worker(ptr %work) {{
-entry:
-  %panels = load ptr, ptr %work
-  %at_panel = getelementptr i64, ptr %work, i64 1
-  %own = atomicrmw add ptr %at_panel, i64 1 seq_cst
-  %at_panel_bytes = getelementptr i64, ptr %work, i64 6
-  %panel_bytes = load i64, ptr %at_panel_bytes
-  %own_start = mul i64 %own, %panel_bytes
-  %panel = getelementptr i8, ptr %panels, i64 %own_start
-  %at_threads = getelementptr i64, ptr %work, i64 2
-  %threads = load i64, ptr %at_threads
-  %at_jobs = getelementptr i64, ptr %work, i64 3
-  %jobs = load i64, ptr %at_jobs
-  %at_regions = getelementptr i64, ptr %work, i64 4
-  %regions = load i64, ptr %at_regions
-  %at_kind = getelementptr i64, ptr %work, i64 5
-  %kind = load i64, ptr %at_kind
-  %all_words = mul i64 %jobs, {_JOB_WORDS + MOST_PARTS}
-  %before_taken = add i64 %all_words, {_WORK_WORDS}
-  %all = mul i64 %jobs, %regions
-  %own_share = mul i64 %own, %all
-  %begin = udiv i64 %own_share, %threads
-  br label %region
-region:
-  %turn = phi i64 [ 0, %entry ], [ %next, %region ]
-  %behind = add i64 %begin, %turn
-  %number = urem i64 %behind, %all
-  %job_number = udiv i64 %number, %regions
-  %region_number = urem i64 %number, %regions
-  %before = mul i64 %job_number, {_JOB_WORDS + MOST_PARTS}
-  %place = add i64 %before, {_WORK_WORDS}
-  %job = getelementptr i64, ptr %work, i64 %place
-  %taken_place = add i64 %before_taken, %number
-  %taken = getelementptr i64, ptr %work, i64 %taken_place
-  call void @multiply(ptr %job, ptr %panel, i64 %kind, i64 %region_number, ptr %taken)
-  %next = add i64 %turn, 1
-  %is_more = icmp slt i64 %next, %all
-  br i1 %is_more, label %region, label %end
-end:
-  ret void
-}}
-"""
-_MULTIPLY = f"""
-define internal void @multiply(ptr %job, ptr %panel, i64 %kind, i64 %number, ptr %taken) {{
-entry:
-  {{loads}}
-  %is_panel = icmp ne i64 %uses_panel, 0
-  %x_numbers = mul i64 %columns, {{numbers}}
-  %x_stride = udiv i64 %x_numbers, {{of_columns}}
-  %region_first = mul i64 %number, %region
-  %region_behind = add i64 %region_first, %region
-  %region_last = call i64 @llvm.smin.i64(i64 %region_behind, i64 %outputs)
-  br label %next
-next:
-  %so_far = atomicrmw add ptr %taken, i64 %chunk seq_cst
-  %first = add i64 %region_first, %so_far
-  %is_left = icmp slt i64 %first, %region_last
-  br i1 %is_left, label %begin, label %end
-begin:
-  %behind = add i64 %first, %chunk
-  %last = call i64 @llvm.smin.i64(i64 %behind, i64 %region_last)
-  br i1 %is_panel, label %part, label %few
-few:
-  %few_row = phi i64 [ 0, %begin ], [ %few_next, %few ]
-  %is_new = icmp eq i64 %few_row, 0
-  %few_left = sub i64 %rows, %few_row
-  %few_x = mul i64 %few_row, %x_stride
-  %few_x_own = getelementptr {{item}}, ptr %x, i64 %few_x
-  %few_out = mul i64 %few_row, %outputs
-  %few_out_own = getelementptr float, ptr %out, i64 %few_out
-  call void @few(i64 %few_left, ptr %few_x_own, ptr %few_out_own, {PARTS},
-    i64 %first, i64 %last, i64 %columns, i64 %columns, i64 %outputs, i1 0, i1 %is_new)
-  %few_next = add i64 %few_row, {{tile_rows}}
-  %few_more = icmp slt i64 %few_next, %rows
-  br i1 %few_more, label %few, label %done
-part:
-  %column = phi i64 [ 0, %begin ], [ %stop, %part_end ]
-  %full = add i64 %column, {{panel_columns}}
-  %stop = call i64 @llvm.smin.i64(i64 %full, i64 %columns)
-  %width = sub i64 %stop, %column
-  %add = icmp sgt i64 %column, 0
-  call void @unpack(ptr %panel, {PARTS}, i64 %first, i64 %last, i64 %column, i64 %width, i64 %columns)
-  %chunk_rows = sub i64 %last, %first
-  br label %tile
-tile:
-  %row = phi i64 [ 0, %part ], [ %next_row, %tile ]
-  %left = sub i64 %rows, %row
-  %x_row = mul i64 %row, %columns
-  %x_start = add i64 %x_row, %column
-  %x_own = getelementptr {{item}}, ptr %x, i64 %x_start
-  %out_row = mul i64 %row, %outputs
-  %out_start = add i64 %out_row, %first
-  %out_own = getelementptr float, ptr %out, i64 %out_start
-  call void @panel(i64 %left, ptr %x_own, ptr %out_own, ptr %panel, {_NONE},
-    i64 0, i64 %chunk_rows, i64 %width, i64 %columns, i64 %outputs, i1 %add, i1 0)
-  %next_row = add i64 %row, {PANEL_TILE_ROWS}
-  %is_more = icmp slt i64 %next_row, %rows
-  br i1 %is_more, label %tile, label %part_end
-part_end:
-  %is_wider = icmp slt i64 %stop, %columns
-  br i1 %is_wider, label %part, label %done
-done:
-  call void @round(i64 %kind, ptr %out, ptr %rounded, i64 %first, i64 %last, i64 %rows, i64 %outputs)
-  br label %next
-end:
-  ret void
-}}
-"""
 
 
 @dataclass(frozen=True)
@@ -303,9 +195,40 @@ class RowProduct(Kernel):
                 _product("panel", unpacked, factors, panel),
                 unpack_text(self.encoding, factors, _panel_columns(factors)),
                 round_text(lanes),
-                worker_text(multiply_text(factors.item, _panel_columns(factors))),
+                worker_text(multiply_text(self._multiply)),
             )
         )
+
+    def _multiply(self, e: Emitter, first: str, last: str) -> None:
+        """Without a panel, or part by part along K with one."""
+        item, panel_columns = self._factors.item, _panel_columns(self._factors)
+        e.do(f"br i1 {e.op('icmp ne i64 %uses_panel, 0')}, label %panels, label %few")
+        e.label("few")
+        few_rows(e, item, "%columns", FEW_TILE_ROWS, first, last)
+        e.do("br label %done")
+        e.label("panels")
+        chunk_rows = e.i64("sub", last, first)
+        nothing = ", ".join(["ptr null"] * (MOST_PARTS - 1))
+
+        def part(column: str) -> None:
+            width = e.least(e.i64("sub", "%columns", column), str(panel_columns))
+            rows = f"i64 {first}, i64 {last}, i64 {column}, i64 {width}, i64 %columns"
+            e.do(f"call void @unpack(ptr %panel, {PARTS}, {rows})")
+            adds = e.op(f"icmp sgt i64 {column}, 0")
+
+            def tile(row: str) -> None:
+                x = e.address("%x", e.i64("add", e.i64("mul", row, "%columns"), column), item)
+                out = e.address("%out", e.i64("add", e.i64("mul", row, "%outputs"), first), "float")
+                e.do(
+                    f"call void @panel(i64 {e.i64('sub', '%rows', row)}, ptr {x}, ptr {out}, ptr %panel, {nothing}, "
+                    f"i64 0, i64 {chunk_rows}, i64 {width}, i64 %columns, i64 %outputs, i1 {adds}, i1 0)"
+                )
+
+            counted(e, "row", "0", "%rows", PANEL_TILE_ROWS, tile)
+
+        counted(e, "column", "0", "%columns", panel_columns, part)
+        e.do("br label %done")
+        e.label("done")
 
 
 @cache
@@ -334,37 +257,56 @@ def _order(encoding: Encoding, factors: Factors) -> list[int]:
 
 
 def worker_text(multiply: str) -> str:
-    """The function `worker`. multiply: the function of that name, which does a job's regions; `{loads}` stands for the
-    instructions that load its job's words.
-    """
-    addresses = ("x", "out", "rounded", *(f"part{i}" for i in range(MOST_PARTS)))
-    names = ("x", "out", "outputs", "columns", "rows", "chunk", "region", "uses_panel", "rounded", *addresses[3:])
-    loads = list[str]()
-    for place, name in enumerate(names):
-        loads.append(f"%at{place} = getelementptr i64, ptr %job, i64 {place}")
-        loads.append(f"%{name} = load {'ptr' if name in addresses else 'i64'}, ptr %at{place}")
-    return _WORKER + multiply.replace("{loads}", "\n  ".join(loads))
+    """The function `worker`. multiply: the function of that name, which does a job's regions."""
+    e = Emitter()
+    e.words("%work", _WORK, ("panels",), ("next_thread",))
+    thread = e.op("atomicrmw add ptr %next_thread, i64 1 seq_cst")
+    panel = e.address("%panels", e.i64("mul", thread, "%panel_bytes"))
+    num_regions = e.i64("mul", "%jobs", "%regions")
+    begin = e.i64("udiv", e.i64("mul", thread, num_regions), "%threads")
+    all_taken = e.address("%work", e.i64("add", e.i64("mul", "%jobs", len(_JOB)), len(_WORK)), "i64")
+
+    def region(turn: str) -> None:
+        number = e.i64("urem", e.i64("add", begin, turn), num_regions)
+        words_before = e.i64("add", e.i64("mul", e.i64("udiv", number, "%regions"), len(_JOB)), len(_WORK))
+        job, taken_of_it = e.address("%work", words_before, "i64"), e.address(all_taken, number, "i64")
+        region = e.i64("urem", number, "%regions")
+        e.do(f"call void @multiply(ptr {job}, ptr {panel}, i64 %kind, i64 {region}, ptr {taken_of_it})")
+
+    counted(e, "turn", "0", num_regions, 1, region)
+    e.do("ret void")
+    return multiply + e.function("define void @worker(ptr %work)")
 
 
-def multiply_text(
-    item: str, panel_columns: int, tile_rows: int = FEW_TILE_ROWS, numbers: tuple[int, int] = (1, 1)
-) -> str:
-    """The function `multiply` by functions `few`, `unpack` and `panel`. item: LLVM's type of x's numbers.
+def multiply_text(multiply: Callable[[Emitter, str, str], None]) -> str:
+    """The function `multiply`. multiply: emits all products with rows first .. last of the matrix of `%job`."""
+    e = Emitter()
+    e.words("%job", _JOB, _POINTERS)
+    begin = e.i64("mul", "%number", "%region")
+    size = e.least("%region", e.i64("sub", "%outputs", begin))
 
-    panel_columns: of a panel. tile_rows: rows of x that `few` takes at a time. numbers: a row of x has so many of so
-    many columns.
-    """
-    text = _MULTIPLY
-    values = {
-        "item": item,
-        "panel_columns": panel_columns,
-        "tile_rows": tile_rows,
-        "numbers": numbers[0],
-        "of_columns": numbers[1],
-    }
-    for name, value in values.items():
-        text = text.replace(f"{{{name}}}", str(value))
-    return text
+    def chunk(first: str, last: str) -> None:
+        first, last = e.i64("add", begin, first), e.i64("add", begin, last)
+        multiply(e, first, last)
+        e.do(f"call void @round(i64 %kind, ptr %out, ptr %rounded, i64 {first}, i64 {last}, i64 %rows, i64 %outputs)")
+
+    taken(e, "%taken", "%chunk", size, chunk)
+    head = "ptr %job, ptr %panel, i64 %kind, i64 %number, ptr %taken"
+    return e.function(f"define internal void @multiply({head})")
+
+
+def few_rows(e: Emitter, item: str, stride: str, tile_rows: int, first: str, last: str) -> None:
+    """Products by the function `few`, of `tile_rows` rows of x at a time, which are `stride` items apart."""
+
+    def few(row: str) -> None:
+        x = e.address("%x", e.i64("mul", row, stride), item)
+        out = e.address("%out", e.i64("mul", row, "%outputs"), "float")
+        e.do(
+            f"call void @few(i64 {e.i64('sub', '%rows', row)}, ptr {x}, ptr {out}, {PARTS}, i64 {first}, i64 {last}, "
+            f"i64 %columns, i64 %columns, i64 %outputs, i1 0, i1 {e.op(f'icmp eq i64 {row}, 0')})"
+        )
+
+    counted(e, "few_row", "0", "%rows", tile_rows, few)
 
 
 def round_text(lanes: int) -> str:
@@ -492,22 +434,10 @@ def reduced(e: Emitter, vectors: Sequence[str], lanes: int) -> str:
             halves = [[*half, *(lanes + i for i in half)] for half in halves]
         else:
             pairs = [(vectors[0], "poison")]
-        vectors = [_added_halves(e, pair, halves, lanes) for pair in pairs]
+        both = [[e.shuffle(f"<{lanes} x float>", half, *pair) for half in halves] for pair in pairs]
         lanes, part = len(halves[0]), part // 2
+        vectors = [e.op(f"fadd <{lanes} x float> {lower}, {upper}") for lower, upper in both]
     return vectors[0]
-
-
-def _added_halves(e: Emitter, pair: tuple[str, str], halves: Sequence[Sequence[int]], lanes: int) -> str:
-    """The numbers of two vectors at the places of one half, plus those at the places of the other."""
-    kind = f"<{lanes} x float>"
-    lower, upper = (
-        e.op(
-            f"shufflevector {kind} {pair[0]}, {kind} {pair[1]}, "
-            f"<{len(half)} x i32> <{', '.join(f'i32 {place}' for place in half)}>"
-        )
-        for half in halves
-    )
-    return e.op(f"fadd <{len(halves[0])} x float> {lower}, {upper}")
 
 
 def fetch(
@@ -558,31 +488,24 @@ def _in_turn(
 
 def unpack_text(encoding: Encoding, factors: Factors, stride: int) -> str:
     """Rows first .. last of the matrix, `%width` columns from `%start` on, to a panel. stride: of its rows."""
-    e, parts = Emitter(), [f"%part{i}" for i in range(MOST_PARTS)]
-    e.label("entry")
-    reader = RowReader(e, encoding, parts, 1)
-    e.do("br label %row")
-    e.label("row")
-    e.do("%index = phi i64 [ %first, %entry ], [ %next_index, %row_end ]")
-    starts = reader.begin_rows(["%index"], "%columns")
-    start = e.op(f"mul i64 {e.op('sub i64 %index, %first')}, {stride}")
-    e.do("br label %step")
-    e.label("step")
-    e.do("%done = phi i64 [ 0, %row ], [ %next_done, %step_end ]")
-    column = e.op("add i64 %start, %done")
-    fetch(e, encoding, starts, column, FETCH_AHEAD)
-    (vectors,) = reader.step(column, factors)
-    for first, weights in vectors:
-        place = e.op(f"add i64 {e.op(f'add i64 {start}, %done')}, {first}")
-        e.do(f"store {factors.vector} {weights}, ptr {e.address('%panel', place, factors.item)}, align 2")
-    e.do("br label %step_end")
-    e.label("step_end")
-    e.do(f"%next_done = add i64 %done, {encoding.step}")
-    e.do(f"br i1 {e.op('icmp slt i64 %next_done, %width')}, label %step, label %row_end")
-    e.label("row_end")
-    e.do("%next_index = add i64 %index, 1")
-    e.do(f"br i1 {e.op('icmp slt i64 %next_index, %last')}, label %row, label %end")
-    e.label("end")
+    e = Emitter()
+    reader = RowReader(e, encoding, [f"%part{i}" for i in range(MOST_PARTS)], 1)
+
+    def row(index: str) -> None:
+        starts = reader.begin_rows([index], "%columns")
+        panel = e.i64("mul", e.i64("sub", index, "%first"), stride)
+
+        def step(done: str) -> None:
+            column = e.i64("add", "%start", done)
+            fetch(e, encoding, starts, column, FETCH_AHEAD)
+            (vectors,) = reader.step(column, factors)
+            for first, weights in vectors:
+                place = e.address("%panel", e.i64("add", e.i64("add", panel, done), first), factors.item)
+                e.do(f"store {factors.vector} {weights}, ptr {place}, align 2")
+
+        counted(e, "done", "0", "%width", encoding.step, step)
+
+    counted(e, "index", "%first", "%last", 1, row)
     e.do("ret void")
     head = f"ptr noalias %panel, {PARTS}, i64 %first, i64 %last, i64 %start, i64 %width, i64 %columns"
     return e.function(f"define internal void @unpack({head})")

@@ -23,7 +23,7 @@ from torch import Tensor
 from .compiler import Emitter, compile_ir, run_on_threads
 from .encodings import Encoding, Float16, splat, transposed
 from .loops import counted, taken
-from .row_product import PARTS, ProductJob, RowProduct, round_text, unpack_text, worker_text
+from .row_product import PARTS, ProductJob, RowProduct, multiply_text, round_text, unpack_text, worker_text
 
 SIDE, COLUMNS = 16, 32  # rows of a tile, and bf16 numbers of a row
 STRIP = 2 * SIDE  # rows of the matrix whose sums with two tiles of x are in registers together
@@ -39,75 +39,6 @@ _TILES = (
     "ptr %weights, i64 %stride, i64 %next_block, i1 %unpacks, ptr %x_tiles, i64 %count, ptr noalias %sums, "
     f"ptr noalias %panel, {PARTS}, i64 %first, i64 %last, i64 %columns, i64 %outputs"
 )
-_TILES_NAMES = _TILES.replace("noalias ", "")
-# A job's work: chunks of its regions, as in `row_product`; each chunk with all rows of x.
-_MULTIPLY = f"""
-define internal void @multiply(ptr %job, ptr %panel, i64 %kind, i64 %number, ptr %taken) {{
-entry:
-  {{loads}}
-  %row_bytes = mul i64 %columns, 2
-  %block_bytes = mul i64 %chunk, {_PANEL_ROW_BYTES}
-  %is_alone = icmp sle i64 %rows, {2 * SIDE}
-  %region_first = mul i64 %number, %region
-  %region_behind = add i64 %region_first, %region
-  %region_last = call i64 @llvm.smin.i64(i64 %region_behind, i64 %outputs)
-  br label %next
-next:
-  %so_far = atomicrmw add ptr %taken, i64 %chunk seq_cst
-  %first = add i64 %region_first, %so_far
-  %is_left = icmp slt i64 %first, %region_last
-  br i1 %is_left, label %begin, label %end
-begin:
-  %behind = add i64 %first, %chunk
-  %last = call i64 @llvm.smin.i64(i64 %behind, i64 %region_last)
-  %height = sub i64 %last, %first
-  %rest = urem i64 %height, {STRIP}
-  %is_whole = icmp eq i64 %rest, 0
-  %is_panel = icmp ne i64 %uses_panel, 0
-  %is_plain = xor i1 %is_panel, 1
-  %is_direct = and i1 %is_whole, %is_plain
-  %start = mul i64 %first, %row_bytes
-  %in_place = getelementptr i8, ptr %part0, i64 %start
-  br i1 %is_direct, label %ready, label %indirect
-indirect:
-  br i1 %is_alone, label %ready, label %unpack
-unpack:
-  %column = phi i64 [ 0, %indirect ], [ %stop, %unpack ]
-  %at = phi ptr [ %panel, %indirect ], [ %next_at, %unpack ]
-  %full = add i64 %column, {BLOCK_COLUMNS}
-  %stop = call i64 @llvm.smin.i64(i64 %full, i64 %columns)
-  %width = sub i64 %stop, %column
-  call void @unpack(ptr %at, {PARTS}, i64 %first, i64 %last, i64 %column, i64 %width, i64 %columns)
-  %next_at = getelementptr i8, ptr %at, i64 %block_bytes
-  %is_wider = icmp slt i64 %stop, %columns
-  br i1 %is_wider, label %unpack, label %ready
-ready:
-  %weights = phi ptr [ %in_place, %begin ], [ %panel, %indirect ], [ %panel, %unpack ]
-  %stride = phi i64 [ %row_bytes, %begin ], [ {_PANEL_ROW_BYTES}, %indirect ], [ {_PANEL_ROW_BYTES}, %unpack ]
-  %next_block = phi i64 [ {2 * BLOCK_COLUMNS}, %begin ], [ 0, %indirect ], [ %block_bytes, %unpack ]
-  %unpacks = phi i1 [ 0, %begin ], [ 1, %indirect ], [ 0, %unpack ]
-  br label %tiles
-tiles:
-  %row = phi i64 [ 0, %ready ], [ %next_row, %tiles ]
-  %left = sub i64 %rows, %row
-  %count = call i64 @llvm.smin.i64(i64 %left, i64 {2 * SIDE})
-  %x_start = mul i64 %row, %row_bytes
-  %x_tiles = getelementptr i8, ptr %x, i64 %x_start
-  %out_row = mul i64 %row, %outputs
-  %out_start = add i64 %out_row, %first
-  %sums = getelementptr float, ptr %out, i64 %out_start
-  call void @tiles({_TILES_NAMES})
-  %next_row = add i64 %row, {2 * SIDE}
-  %is_more = icmp slt i64 %next_row, %rows
-  br i1 %is_more, label %tiles, label %done
-done:
-  call void @round(i64 %kind, ptr %out, ptr %rounded, i64 %first, i64 %last, i64 %rows, i64 %outputs)
-  br label %next
-end:
-  call void @llvm.x86.tilerelease()
-  ret void
-}}
-"""
 
 
 class TileProduct(RowProduct):
@@ -153,9 +84,46 @@ class TileProduct(RowProduct):
                 _keep_text(),
                 _tiles_text(),
                 round_text(self.encoding.lanes),
-                worker_text(_MULTIPLY),
+                worker_text(multiply_text(self._multiply)),
             )
         )
+
+    def _multiply(self, e: Emitter, first: str, last: str) -> None:
+        """With all rows of x: weights where they lie, or from a panel, which few rows fill strip by strip."""
+        row_bytes, block_bytes = e.i64("mul", "%columns", 2), e.i64("mul", "%chunk", _PANEL_ROW_BYTES)
+        in_place = e.address("%part0", e.i64("mul", first, row_bytes))
+        is_whole = e.op(f"icmp eq i64 {e.i64('urem', e.i64('sub', last, first), STRIP)}, 0")
+        is_direct = e.op(f"and i1 {is_whole}, {e.op('icmp eq i64 %uses_panel, 0')}")
+        is_alone = e.op(f"icmp sle i64 %rows, {2 * SIDE}")
+        e.do(f"br i1 {e.op(f'or i1 {is_direct}, {is_alone}')}, label %ready, label %unpack")
+        e.label("unpack")
+
+        def block(column: str) -> None:
+            at = e.address("%panel", e.i64("mul", e.i64("udiv", column, BLOCK_COLUMNS), block_bytes))
+            width = e.least(e.i64("sub", "%columns", column), str(BLOCK_COLUMNS))
+            rows = f"i64 {first}, i64 {last}, i64 {column}, i64 {width}, i64 %columns"
+            e.do(f"call void @unpack(ptr {at}, {PARTS}, {rows})")
+
+        counted(e, "column", "0", "%columns", BLOCK_COLUMNS, block)
+        e.do("br label %ready")
+        e.label("ready")
+        weights = e.op(f"select i1 {is_direct}, ptr {in_place}, ptr %panel")
+        stride = e.op(f"select i1 {is_direct}, i64 {row_bytes}, i64 {_PANEL_ROW_BYTES}")
+        next_panel = e.op(f"select i1 {is_alone}, i64 0, i64 {block_bytes}")
+        next_block = e.op(f"select i1 {is_direct}, i64 {2 * BLOCK_COLUMNS}, i64 {next_panel}")
+        unpacks = e.op(f"select i1 {is_direct}, i1 0, i1 {is_alone}")
+
+        def tiles(row: str) -> None:
+            count = e.least(e.i64("sub", "%rows", row), str(2 * SIDE))
+            x = e.address("%x", e.i64("mul", row, row_bytes))
+            sums = e.address("%out", e.i64("add", e.i64("mul", row, "%outputs"), first), "float")
+            e.do(
+                f"call void @tiles(ptr {weights}, i64 {stride}, i64 {next_block}, i1 {unpacks}, ptr {x}, i64 {count}, "
+                f"ptr {sums}, ptr %panel, {PARTS}, i64 {first}, i64 {last}, i64 %columns, i64 %outputs)"
+            )
+
+        counted(e, "row", "0", "%rows", 2 * SIDE, tiles)
+        e.do("call void @llvm.x86.tilerelease()")
 
 
 @cache
@@ -167,7 +135,6 @@ def in_tiles(product: RowProduct) -> TileProduct:
 def _configure_text() -> str:
     """Sizes of tiles for `%count` rows of x, up to two tiles of them."""
     e = Emitter()
-    e.label("entry")
     config = e.op(f"alloca [{_CONFIG_BYTES} x i8], align 64")
     e.do(f"store <{_CONFIG_BYTES} x i8> zeroinitializer, ptr {config}, align 64")
     e.do(f"store i8 1, ptr {config}")
@@ -198,7 +165,6 @@ def _tiles_text() -> str:
     to there, block by block, STRIP rows at a time. sums: of the first of these rows; `%outputs` a row of x.
     """
     e = Emitter()
-    e.label("entry")
     scratch = e.op(f"alloca [{SIDE * SIDE} x float], align 64")
     e.do("%height = sub i64 %last, %first")
     e.do("call void @configure(i64 %count)")
@@ -275,7 +241,6 @@ def _unpack_strip(e: Emitter, name: str, place: str, first_column: str, stop: st
 def _keep_text() -> str:
     """Sums [16, 16] of outputs and rows, to `%count` rows of the result, of which `%left` outputs are the matrix's."""
     e = Emitter()
-    e.label("entry")
     lines = [e.op(f"load <16 x float>, ptr {e.address('%sums', str(i * _ROW_BYTES))}, align 64") for i in range(SIDE)]
     mask = _lanes_below(e, "%left")
     for i, line in enumerate(transposed(e, lines)):
@@ -308,7 +273,6 @@ _LAY, _TILE_OF_X = ("next_tile", "count", "columns"), ("source", "rows", "laid")
 def _lay() -> Callable[..., None]:
     """The function that lays out tiles of rows: of each 32 columns 16 pairs, of each pair the rows."""
     e = Emitter()
-    e.label("entry")
     last = e.op("sub i64 %rows, 1")
     starts = list[str]()
     for i in range(SIDE):  # behind the last row it again, which is not kept
