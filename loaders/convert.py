@@ -51,7 +51,7 @@ from .formats.core import Packer
 from .formats.plain import FloatPacker
 from .formats.process_state import one_thread
 from .machine.hardware import read_cores
-from .params import FLOAT_FORMATS, LOSSLESS_FORMAT, MADE_MIXTURES, MXFP4, QUANT_TYPES, ConvertParams
+from .params import FLOAT_FORMATS, LOSSLESS_FORMAT, MADE_MIXTURES, MXFP4, QUANT_TYPES, ConvertParams, Progress
 from .streaming.weights import split_names
 from .units import format_quantity
 
@@ -61,7 +61,6 @@ _LAYOUT = 1  # version of the result's layout; a run may not resume a conversion
 _MOST_TRIES = 100  # to lock a marker that other processes make and remove
 MOST_THREADS = 8  # that pack, about as many as a layer has matrices: each holds one in memory
 
-Progress = Callable[[int, int], None]
 PackerOf = Callable[[str, tuple[int, ...]], Packer | None]  # a weight's name and shape → its packer; None: not packed
 _Packed = dict[str, Future[list[ShardPiece]]]  # weight's name → its tensors in the result, when they are ready
 

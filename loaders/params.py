@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from offspec.errors import UsageError
 
+Progress = Callable[[int, int], None]  # is told what is done, and of how much
 QUANT_TYPES = ("nf4", "fp4")
 FLOAT_FORMATS = ("bf16", "fp16", "fp32")
-# How rows are computed: in the fastest way, with bits that do not depend on other rows, and so with rows in 8 bits.
-ARITHMETIC = FAST, EXACT, INT8 = "fast", "exact", "int8"
 KV_CACHES = ("16", "8", "4")  # bits of the target's KV entries, see `offspec.model.memory.kv_formats`
 LOSSLESS_FORMAT = "bf16-packed"
 # llama.cpp's mixtures of types that `quantize` makes; in safetensors folders, as the other formats.

@@ -26,7 +26,6 @@ from .model.memory.sequence_cache import SequenceCache, total_bytes
 from .planning.draft_forecast import Guessing, round_s
 from .planning.out_of_memory import explain_out_of_memory, retry_out_of_memory, with_fewer_residents
 from .planning.plan import Plan
-from .planning.probe import ProductRates
 from .planning.spilling import spill_watch
 
 
@@ -83,6 +82,8 @@ class LoadedTarget:
         """Rows → predicted seconds of a draft round, by the same rates."""
         assert self.plan is not None
         assert self.rates is not None
+        from .planning.probe import ProductRates  # imported here, because it imports what measures and loads
+
         rates_of = ProductRates(self.plan.inputs.target, self.rates, self.decoder.device.type)
         return partial(round_s, self.plan, guessing, rates_of)
 

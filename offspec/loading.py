@@ -8,9 +8,8 @@ from pathlib import Path
 
 import torch
 
-from offspec.backends.arithmetic import EXACT, FAST, INT8
+from offspec.backends.arithmetic import BYTE_FORMS, EXACT, FAST, INT8
 from offspec.backends.choice import backend_of
-from offspec.backends.x86.byte_product import FORMS
 from offspec.loaders.accelerators.accelerator import Accelerator, accelerator_of
 from offspec.loaders.machine.hardware import Rates, pinning_remedy, read_hardware
 from offspec.loaders.machine.heap import return_large_blocks
@@ -268,7 +267,7 @@ def choose_arithmetic(arithmetic: str, files: ModelFiles, device: torch.device, 
     if (reason := reason_against_exactness(files.config, files.dtype, device, files.kv)) is not None:
         raise UsageError(f"`arithmetic` {arithmetic} is not possible for this model here: {reason}; omit it")
     if arithmetic == INT8 and not (device.type == "cpu" and has_byte_products(files)):
-        raise UsageError(f"`arithmetic` int8 is for GGUF files of {', '.join(FORMS)} on a CPU; omit it")
+        raise UsageError(f"`arithmetic` int8 is for GGUF files of {', '.join(BYTE_FORMS)} on a CPU; omit it")
     return arithmetic
 
 

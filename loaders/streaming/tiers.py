@@ -5,7 +5,7 @@ A `Reader` reads every byte into private memory, without the page cache, so the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +20,7 @@ from ..accelerators.accelerator import accelerator_of
 from ..files.readers import FileReader, FileStates, HostBuffer, Reader, align_down, align_up
 from ..files.records import Record
 from ..formats import StoredTable
+from ..params import Progress
 from .device_experts import DeviceExperts, ExpertChoice
 from .experts import CachedExperts, ExpertSource, ResidentExperts
 from .link import DeviceFiller, DeviceSlot, pin_whole
@@ -29,7 +30,6 @@ from .stored_model import StoredModel, StoredUnit, record_of
 from .stream import DiskFiller, HostSlot, PlainStream, Ring, Stream, Unit, read_record
 from .weights import LentExperts, missing
 
-Progress = Callable[[int, int], None]
 LEAST_STREAMED = 4  # layers that always stay on disk: more than a ring reads ahead
 
 

@@ -8,7 +8,7 @@ from os import PathLike, fspath
 from pathlib import Path
 
 from offspec.loaders.convert import Conversion as Conversion
-from offspec.loaders.convert import MatrixChoice, PackerOf, Progress
+from offspec.loaders.convert import MatrixChoice, PackerOf
 from offspec.loaders.convert import convert as convert_layers
 from offspec.loaders.files.checkpoint import Checkpoint, show, without
 from offspec.loaders.files.hub import resolve
@@ -16,7 +16,7 @@ from offspec.loaders.formats import blank_tensors
 from offspec.loaders.formats.core import Packer
 from offspec.loaders.formats.gguf_pack import GgufPacker
 from offspec.loaders.formats.gguf_search import search_rows
-from offspec.loaders.params import MADE_MIXTURES, ConvertParams
+from offspec.loaders.params import MADE_MIXTURES, ConvertParams, Progress
 
 from ..errors import CheckpointError, UnsupportedModelError, UsageError
 from ..model.config import ModelConfig, read_config

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 
 from offspec.loaders.accelerators.accelerator import accelerator_of
+from offspec.loaders.params import Progress
 from offspec.loaders.streaming.device_experts import ExpertChoice
 from offspec.loaders.streaming.placement import Placement
-from offspec.loaders.streaming.tiers import Progress, TieredWeights, TierOptions
+from offspec.loaders.streaming.tiers import TieredWeights, TierOptions
 from offspec.loaders.streaming.weights import WeightSource
 
 from ..model.decoder import Decoder

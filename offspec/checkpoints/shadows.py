@@ -12,12 +12,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from offspec.loaders.convert import Conversion, Progress
+from offspec.loaders.convert import Conversion
 from offspec.loaders.convert import convert as convert_layers
 from offspec.loaders.files.checkpoint import Checkpoint, CheckpointView, without_remedy
 from offspec.loaders.files.containers import open_checkpoint
 from offspec.loaders.files.safetensors_folder import UNFINISHED_MARKER
-from offspec.loaders.params import SHADOW_FORMATS, ConvertParams
+from offspec.loaders.params import SHADOW_FORMATS, ConvertParams, Progress
 from offspec.loaders.streaming.stored_model import StoredModel, StoredUnit
 
 from ..errors import CheckpointError, UsageError

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from offspec.loaders.convert import Progress
+from offspec.loaders.params import Progress
 from offspec.loaders.streaming.placement import Placement
 from offspec.scheduler.drafting.drafter import Drafter, DraftRequest, NoDrafter
 from offspec.scheduler.drafting.forced import ForcedDrafter

@@ -8,11 +8,10 @@ from dataclasses import replace
 import psutil
 import torch
 
-from offspec.backends.arithmetic import FAST, INT8
+from offspec.backends.arithmetic import BYTE_FORMS, FAST, INT8
 from offspec.backends.backend import Backend
 from offspec.backends.choice import CPU
 from offspec.backends.weights import PLAIN_FORMS
-from offspec.backends.x86.byte_product import FORMS
 from offspec.backends.x86.processor import num_lanes
 from offspec.loaders.accelerators.accelerator import accelerator_of
 from offspec.loaders.formats import StoredWeight
@@ -115,7 +114,7 @@ def has_byte_products(model: ModelFiles) -> bool:
     """Whether a model has matrices whose products take rows in 8 bits on this CPU (`backends.x86.byte_product`)."""
     units = (*model.stored.units, *(experts[0] for experts in model.stored.experts.values()))
     stored = [*(weight for unit in units for weight in unit.weights.values()), *model.stored.shared.values()]
-    return num_lanes() > 0 and any(weight.dtype in FORMS for weight in stored)
+    return num_lanes() > 0 and any(weight.dtype in BYTE_FORMS for weight in stored)
 
 
 def _is_large(model: ModelFiles) -> bool:

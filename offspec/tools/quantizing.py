@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from offspec.loaders.convert import Conversion, Progress
+from offspec.loaders.convert import Conversion
+from offspec.loaders.params import Progress
 
 from ..checkpoints import shadows
 from ..checkpoints.opening import ModelFiles, open_target

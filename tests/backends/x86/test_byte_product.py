@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from offspec.backends.arithmetic import BYTE_FORMS
 from offspec.backends.x86.byte_product import FORMS, TILE_ROWS, ByteProduct, byte_product
 from offspec.backends.x86.byte_rows import LAYOUTS, to_bytes
 from offspec.backends.x86.gguf_encodings import block_encoding
@@ -137,6 +138,7 @@ def test_several_matrices(num_threads: int, set_threads: Callable[[int], None]) 
 
 def test_types() -> None:
     """Others have scales of another form, or codes that products of bytes cannot take."""
+    assert tuple(FORMS) == BYTE_FORMS
     assert set(FORMS) < set(NAMES)
     encoding = block_encoding("Q2_K", 8, ())
     assert encoding is not None
