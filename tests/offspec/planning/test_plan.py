@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from offspec import LoadOptions
-from offspec.backends.weights import SLICE
+from offspec.backends.gpu import SLICE
 from offspec.builtin import path as builtin_path
 from offspec.checkpoints.from_config import stored_from_config
 from offspec.checkpoints.opening import ModelFiles, Note
