@@ -258,12 +258,11 @@ class Values:
         before, self._values = self._values, values
         try:
             self.params()
-        except click.UsageError as exc:
+        except (click.UsageError, OffspecError, TypeError) as exc:
             self._values = before
-            raise UsageError(exc.message) from exc
-        except (OffspecError, TypeError) as exc:
-            self._values = before
-            raise exc if isinstance(exc, OffspecError) else UsageError("a setting has no value") from exc
+            if isinstance(exc, OffspecError):
+                raise
+            raise UsageError(exc.message if isinstance(exc, click.UsageError) else "a setting has no value") from exc
 
     def as_dict(self) -> dict[str, object]:
         """The settings by the flags' names without dashes, as values that the flags accept and JSON can hold."""

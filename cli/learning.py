@@ -62,15 +62,10 @@ def _save(adapter: Adapter, file: Path) -> None:
         adapter.save(file)
     except StorageError as exc:
         why = exc.__cause__.strerror if isinstance(exc.__cause__, OSError) else exc
-        place = _saved_elsewhere(adapter, file.name)
-        if place is None:
-            raise StorageError(
-                f"cannot write {file}: {why}; no temporary folder can be written either, so the draft's training is "
-                "lost"
-            ) from exc
-        raise StorageError(
-            f"cannot write {file}: {why}; the draft's training is in {place}: move it, or give --learn-file {place}"
-        ) from exc
+        outcome = "no temporary folder can be written either, so the draft's training is lost"
+        if (place := _saved_elsewhere(adapter, file.name)) is not None:
+            outcome = f"the draft's training is in {place}: move it, or give --learn-file {place}"
+        raise StorageError(f"cannot write {file}: {why}; {outcome}") from exc
 
 
 def _saved_elsewhere(adapter: Adapter, name: str) -> Path | None:

@@ -26,7 +26,7 @@ from offspec.text.tool_calls import (
     ToolFormat,
 )
 
-from .request_parts import Json
+from .request_parts import Json, field_of
 
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 CHOICES = ("none", "auto", "required")
@@ -84,10 +84,7 @@ def tools_of(body: Mapping[str, Any]) -> Tools | None:
         _check(tool, f"tools[{number}]")
     if choice != "none":
         _check_sizes(described)
-    several = body.get("parallel_tool_calls")
-    if not (several is None or isinstance(several, bool)):
-        raise UsageError("parallel_tool_calls must be true or false")
-    tools = Tools(described, _choice(choice), several is not False)
+    tools = Tools(described, _choice(choice), field_of(body, "parallel_tool_calls", bool) is not False)
     if len(set(tools.names)) < len(tools.names):
         raise UsageError("tools has two functions with one name")
     if tools.choice not in (*CHOICES, *tools.names):
