@@ -27,6 +27,7 @@ from .flag_declarations import PARTS, OffspecCommand, option
 from .options import (
     MAX_TEXTS,
     MODEL_HELP,
+    WholeNumber,
     draft_window_option,
     fit_to_requests,
     ignore_eos_option,
@@ -41,6 +42,7 @@ from .options import (
     research_options,
     reworded,
     sampling_options,
+    several,
     several_budgets,
 )
 from .terminal import ProgressLine, columns, is_watched
@@ -65,17 +67,6 @@ def _saved_files(ctx: click.Context, param: click.Parameter, value: tuple[Path, 
         if file.suffix.lower() in PLOT_SUFFIXES and find_spec("matplotlib") is None:
             raise click.BadParameter("plots need matplotlib: pip install 'offspec[bench]'.")
     return value
-
-
-def several_numbers(ctx: click.Context, param: click.Parameter, value: str | None) -> list[int] | None:
-    """A click callback: "1,2,4,8" as numbers of texts without duplicates."""
-    if value is None:
-        return None
-    parts = [part.strip() for part in value.split(",")]
-    for part in parts:
-        if not part.isdecimal() or not 1 <= int(part) <= MAX_TEXTS:
-            raise click.BadParameter(f"{reprlib.repr(part)} is not a number of texts from 1 to {MAX_TEXTS}.")
-    return list(dict.fromkeys(map(int, parts)))
 
 
 def _rounds(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, int]:
@@ -122,7 +113,7 @@ Examples:
     "--texts",
     "numbers",
     metavar="N,N,...",
-    callback=several_numbers,
+    callback=several(WholeNumber(1, MAX_TEXTS)),
     help="Instead of tree sizes, measure these numbers of texts that share passes, e.g. 1,2,4,8.",
 )
 @option(

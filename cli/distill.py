@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import reprlib
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +19,6 @@ from offspec.user_files import expand_home
 from .flag_declarations import SAMPLING, FlagRecord, OffspecCommand, option
 from .options import (
     MODEL_HELP,
-    MOST_DIGITS,
     Number,
     WholeNumber,
     is_typed,
@@ -30,6 +28,7 @@ from .options import (
     model_flags,
     output_options,
     reworded,
+    several,
 )
 from .terminal import ProgressLine, TimeLeft
 
@@ -44,16 +43,6 @@ SETTINGS = FlagRecord[dict[str, Any]]("settings", DraftParams, dict)
 # Flags of one kind of training, by click's names → the flag that they need.
 ONLY_WITH = {"on_policy": "--draft", "rounds": "--draft", "lora_rank": "--draft", "head_tokens": "--head"}
 MOST_MEASURED = 64  # tokens generated after each held-out prompt
-
-
-def layer_numbers(ctx: click.Context, param: click.Parameter, value: str | None) -> list[int] | None:
-    """A click callback: different numbers of layers, ascending."""
-    if value is None:
-        return None
-    words = [word.strip() for word in value.split(",")]
-    if not all(word.removeprefix("-").isdecimal() and len(word) < MOST_DIGITS for word in words):
-        raise click.BadParameter(f"{reprlib.repr(value)} is no list of whole numbers, such as 4 or 4,6,8.")
-    return sorted({int(word) for word in words})
 
 
 @click.command(
@@ -84,7 +73,7 @@ Examples:
 @option(
     "--exit-layer",
     "exit_layers",
-    callback=layer_numbers,
+    callback=several(click.INT),
     metavar="N[,N...]",
     help="Train an exit layer after the first N layers, say a quarter. Of several, --draft self uses the fastest.",
 )
@@ -202,7 +191,7 @@ def command(
     elif head is not None:
         summary, sentence = _head(job, head, HeadParams(**settings))
     else:
-        summary, sentence = _exits(job, exit_layers or [], DistillParams(**settings))
+        summary, sentence = _exits(job, sorted(exit_layers or []), DistillParams(**settings))
     seconds = time.monotonic() - began
     if as_json:
         click.echo(json.dumps(summary | {"seconds": round(seconds, 3)}))

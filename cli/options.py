@@ -115,11 +115,12 @@ def size(ctx: click.Context, param: click.Parameter, value: str | None) -> int |
         raise click.BadParameter(f"{exc}.") from exc
 
 
-def several(kind: click.ParamType[T]) -> Callable[[click.Context, click.Parameter, str], list[T]]:
-    """A click callback that reads "a,b,c"."""
+def several(kind: click.ParamType[T]) -> Callable[[click.Context, click.Parameter, str | None], list[T] | None]:
+    """A click callback that reads "a,b,c", without duplicates; None stays."""
 
-    def parse(ctx: click.Context, param: click.Parameter, value: str) -> list[T]:
-        return [kind(part.strip(), param, ctx) for part in value.split(",")]
+    def parse(ctx: click.Context, param: click.Parameter, value: str | None) -> list[T] | None:
+        parts = [] if value is None else value.split(",")
+        return list(dict.fromkeys(kind(part.strip(), param, ctx) for part in parts)) or None
 
     return parse
 

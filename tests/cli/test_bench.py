@@ -198,5 +198,5 @@ def test_what_numbers_of_texts_do_not_go_with_is_refused_before_loading(
     bench_texts("--texts", "1,2", "--budgets", "16").refusal(2, "omit --budgets")
     bench_texts("--texts", "1,2", "--save", "runs.csv").refusal(2, "omit --save")
     bench_texts("--texts", "1,2", "--accept", "joint").refusal(2, "omit --accept joint")
-    bench_texts("--texts", "1,65").refusal(2, "'65'", "from 1 to 64")
+    bench_texts("--texts", "1,65").refusal(2, "--texts", "65", "64")
     bench_texts("--texts", "1,8").refusal(2, "8 texts", "there are 4")
