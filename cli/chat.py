@@ -20,7 +20,6 @@ from offspec.user_files import expand_home, user_folder
 from .chat_files import KeptChat, newest_file
 from .constraints import CONSTRAINT, constraint_options
 from .flag_declarations import OUTPUT, VALUES, OffspecCommand, option, record_of, with_flags
-from .learning import learning_kept, written_file
 from .line_input import ReadMessage, line_editor, open_history, read_from_pipe, unquoted
 from .options import (
     MODEL_HELP,
@@ -171,8 +170,7 @@ def command(
         for turn in session.turns[-1:]:
             click.echo(_shown(turn))
     read = line_editor(_history_file(history, quiet=quiet), chat.completions) if on_terminal else read_from_pipe
-    with learning_kept(engine, written_file(loading), quiet=quiet):
-        num_errors = chat.talk(read)
+    num_errors = chat.talk(read)
     if kept is not None and kept.file is not None:
         _note(f"offspec chat {shlex.quote(model)} --resume continues this conversation", quiet=quiet)
     if num_errors and not on_terminal:

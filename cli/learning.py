@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Generator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from offspec import LoadOptions
 from offspec.errors import StorageError
 from offspec.user_files import home_folder, locked_name
 
@@ -23,11 +21,6 @@ if TYPE_CHECKING:
     from offspec.research.lora import Adapter
 
 
-def written_file(options: LoadOptions) -> Path | None:
-    """The file that --learn writes."""
-    return options.learn_file if options.learn else None
-
-
 def learning_alone(file: Path) -> AbstractContextManager[None]:
     """Lock the file for this process. Without the lock, the last of two processes would overwrite the other's
     training.
@@ -36,25 +29,17 @@ def learning_alone(file: Path) -> AbstractContextManager[None]:
     return locked_name(Path(os.path.realpath(file)), refusal)
 
 
-@contextmanager
-def learning_kept(engine: Engine, file: Path | None, *, quiet: bool) -> Generator[None, None, None]:
-    """Save the training done in the body to `file` if learning is on, also when an exception or a signal ends the
-    body.
-
-    Raises StorageError if `file` cannot be written; the error names the file that was written instead.
-    """
+def keep_learning(engine: Engine, file: Path, *, quiet: bool) -> None:
+    """Save the training to `file`. Raises StorageError, which names the file that was written instead."""
+    if (aligner := engine.aligner) is None or not aligner.num_steps:
+        return
     try:
-        yield
-    finally:
-        aligner = engine.aligner
-        if file is not None and aligner is not None and aligner.num_steps:
-            try:
-                _save(aligner.adapter, file)
-            except (KeyboardInterrupt, SystemExit):  # a signal interrupted the write
-                _save(aligner.adapter, file)
-                raise
-            if not quiet and is_watched():
-                click.echo(f"offspec: saved {aligner.num_steps} training steps of the draft in {file}", err=True)
+        _save(aligner.adapter, file)
+    except (KeyboardInterrupt, SystemExit):  # a signal interrupted the write
+        _save(aligner.adapter, file)
+        raise
+    if not quiet and is_watched():
+        click.echo(f"offspec: saved {aligner.num_steps} training steps of the draft in {file}", err=True)
 
 
 def _save(adapter: Adapter, file: Path) -> None:

@@ -6,6 +6,7 @@ import os
 import reprlib
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -30,7 +31,7 @@ from offspec.errors import UsageError
 
 from . import flag_declarations as heading
 from .flag_declarations import Decorator, FlagRecord, all_of, option, with_flags
-from .learning import learning_alone, written_file
+from .learning import keep_learning, learning_alone
 from .terminal import LoadingBar, is_watched
 
 if TYPE_CHECKING:
@@ -455,9 +456,12 @@ def output_options(
 
 
 def load_engine(options: LoadOptions, *, quiet: bool, verbose: bool) -> Engine:
-    """`Engine.load`. Prints advice to stderr, and with -v every automatic choice."""
-    context = click.get_current_context()
-    if (file := written_file(options)) is not None:
+    """`Engine.load`. Prints advice to stderr, and with -v every automatic choice.
+
+    However the command ends, the draft's training is saved, and the engine is closed.
+    """
+    context, file = click.get_current_context(), options.learn_file if options.learn else None
+    if file is not None:
         context.with_resource(learning_alone(file))
     from offspec import Engine
 
@@ -468,6 +472,8 @@ def load_engine(options: LoadOptions, *, quiet: bool, verbose: bool) -> Engine:
             engine = Engine.load(replace(options, progress=bar))
     # The read-ahead threads must end before the interpreter does, whatever ends the command.
     context.call_on_close(engine.close)
+    if file is not None:
+        context.call_on_close(partial(keep_learning, engine, file, quiet=quiet))
     shown = set[str]()
 
     def show() -> None:

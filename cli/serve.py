@@ -22,7 +22,6 @@ from offspec import AUTO_TEXTS, LoadOptions, SamplingParams, SpeculationParams
 from offspec.errors import TokenizerError, UsageError
 
 from .flag_declarations import OWN, OffspecCommand, option, with_flags
-from .learning import learning_kept, written_file
 from .options import (
     LOADING,
     MODEL_HELP,
@@ -192,7 +191,7 @@ def command(
         engine = load_engine(loading, quiet=quiet, verbose=verbose)
         if not quiet:
             _tell_of_template(engine)
-        with learning_kept(engine, written_file(loading), quiet=quiet), closing(service_of(engine)) as service:
+        with closing(service_of(engine)) as service:
             serve(service, sock, f"{engine.name} is")
 
 
