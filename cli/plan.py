@@ -193,7 +193,7 @@ def _verdict(forecast: Forecast) -> list[str]:
         first = format_seconds(forecast.prompt_s)
         lines.append(f"With a prompt of {PROMPT_TOKENS} tokens, the first token comes after {first}.")
     if (best := forecast.improvement) is not None:
-        rate = f"{_three_digits(best.tokens_per_s)} tokens/s, {best.times:.1f} times as many"
+        rate = f"{_digits(best.tokens_per_s)} tokens/s, {best.times:.1f} times as many"
         if isinstance(best.value, int):
             change = f"{format_size(best.value)} more {best.kind}"
         else:
@@ -211,7 +211,7 @@ def _other_programs(forecast: Forecast) -> list[str]:
         is_plain = greedy is not None and not greedy.num_nodes
         return ["Use llama.cpp: without a draft it decodes faster what fits in RAM."] if fits and is_plain else []
     where = "" if forecast.is_resident else ", which computes on the CPU what is in RAM"
-    about = f"about {_two_digits(rate)} tokens/s without a draft (estimate)"
+    about = f"about {_digits(rate, 2)} tokens/s without a draft (estimate)"
     times, is_mixture = rate / forecast.compared_tokens_per_s, forecast.plan.experts is not None
     if times < (1 / LEAST_TIMES_AS_FAST if is_mixture else LEAST_TIMES_AS_FAST):
         return [f"llama.cpp{where}: {about}."]
@@ -222,7 +222,7 @@ def _other_programs(forecast: Forecast) -> list[str]:
 
 def _speed(forecast: Forecast) -> list[str]:
     """Tokens/s with the planned draft and without one."""
-    planned, plain = forecast.planned, f"{_three_digits(forecast.plain_tokens_per_s)} tokens/s"
+    planned, plain = forecast.planned, f"{_digits(forecast.plain_tokens_per_s)} tokens/s"
     assert planned.greedy is not None
     assert planned.sampled is not None
     if not planned.greedy.num_nodes:
@@ -241,9 +241,7 @@ def _speed(forecast: Forecast) -> list[str]:
 
 def _rate_range(drafting: Drafting) -> str:
     """Tokens/s: "7.20 (3.60 to 10.9)"."""
-    return _with_range(
-        *map(_three_digits, (drafting.tokens_per_s, drafting.least_tokens_per_s, drafting.most_tokens_per_s))
-    )
+    return _with_range(*map(_digits, (drafting.tokens_per_s, drafting.least_tokens_per_s, drafting.most_tokens_per_s)))
 
 
 def _tokens_range(drafting: Drafting) -> str:
@@ -306,8 +304,8 @@ def _draft_row(prospect: Prospect) -> list[str]:
         prospect.name.rstrip("/").rpartition("/")[2] + (" *" if prospect.shares_vocabulary is False else ""),
         _cell(prospect.draft_bytes),
         resident,
-        _three_digits(best.pass_s),
-        _three_digits(best.round_s) if best.round_s else "-",
+        _digits(best.pass_s),
+        _digits(best.round_s) if best.round_s else "-",
         _tokens_range(best),
         _rate_range(best),
         _rate_range(prospect.sampled),
@@ -350,8 +348,8 @@ def _texts(forecast: Forecast) -> list[str]:
         *table(
             [
                 ["texts", *(str(each.num_texts) for each in prospects)],
-                ["tokens/s together", *(_three_digits(each.tokens_per_s) if each.plan else "-" for each in prospects)],
-                ["tokens/s each", *(_three_digits(each.each_tokens_per_s) if each.plan else "-" for each in prospects)],
+                ["tokens/s together", *(_digits(each.tokens_per_s) if each.plan else "-" for each in prospects)],
+                ["tokens/s each", *(_digits(each.each_tokens_per_s) if each.plan else "-" for each in prospects)],
                 ["tokens each may have", *(str(each.tokens_each) if each.plan else "-" for each in prospects)],
             ],
             1,
@@ -378,7 +376,7 @@ def _caches(forecast: Forecast) -> list[str]:
             if prospect.plan
             else "does not fit"
         )
-        times = ["-" if each is None else _three_digits(each) for each in (prospect.short_s, prospect.full_s)]
+        times = ["-" if each is None else _digits(each) for each in (prospect.short_s, prospect.full_s)]
         rows.append([name, prospect.stored_as, *sizes, resident, *times])
     return [
         "",
@@ -411,7 +409,7 @@ def _gains(forecast: Forecast) -> list[str]:
     tiers = [forecast.plan.tiers, *(change.plan.tiers for _, change in changes)]
     rows = [["", f"s per pass of {GAIN_WIDTH}", "tokens/s"]]
     rows += [
-        [name, _three_digits(seconds), _three_digits(rate)]
+        [name, _digits(seconds), _digits(rate)]
         for name, (seconds, rate) in zip(("as planned", *(name for name, _ in changes)), figures, strict=True)
     ]
     lines = [f"{line}  {where}".rstrip() for line, where in zip(table(rows, 1), ("", *tiers), strict=True)]
@@ -426,16 +424,11 @@ def _seconds(forecast: Forecast) -> list[str]:
         lines.insert(1, f"Behind a text of {forecast.plan.usual_tokens} tokens, half the context:")
     for width, seconds in forecast.pass_s.items():
         plain = f"{1 / seconds:8.2f}  plain decoding" if width == 1 else ""
-        lines.append(f"{width:>20}  {_three_digits(seconds):>9}  {plain}".rstrip())
+        lines.append(f"{width:>20}  {_digits(seconds):>9}  {plain}".rstrip())
     return lines
 
 
-def _two_digits(rate: float) -> str:
-    """Two significant digits, of an estimate: "2.6", "13", "130"."""
-    digits = 1 - math.floor(math.log10(rate))
-    return f"{round(rate, digits):.{max(0, digits)}f}"
-
-
-def _three_digits(seconds: float) -> str:
-    """Three significant digits: "0.000412", "0.0312", "4.20", "128"."""
-    return f"{seconds:.{max(0, 2 - math.floor(math.log10(seconds)))}f}"
+def _digits(value: float, number: int = 3) -> str:
+    """So many significant digits: "0.000412", "0.0312", "4.20", "128", of an estimate "2.6", "13", "130"."""
+    decimals = number - 1 - math.floor(math.log10(value))
+    return f"{round(value, decimals):.{max(0, decimals)}f}"
