@@ -16,7 +16,7 @@ from offspec.loaders.machine.hardware import Rates
 from offspec.loaders.machine.product_rates import ProductRate
 
 from ..offspec.tools.test_diagnosis import CPU_ONLY, DESKTOP
-from .conftest import Offspec, finish, start
+from .conftest import Offspec
 
 MEASURED = Rates(2e9, None, 10e9, {1: 1e9, 64: 2e11}, None, {"disk_bytes_per_s": "direct", "matmul_flops": "bfloat16",
                  "dequantise_elements_per_s": "not measured: bitsandbytes is missing"})  # fmt: skip
@@ -103,14 +103,3 @@ def test_the_last_lines_say_what_is_next() -> None:
 @pytest.mark.parametrize("arguments", [("--device", "tpu"), ("--path", "/not/there"), ("--fast",)])
 def test_wrong_usage(offspec: Offspec, arguments: tuple[str, ...]) -> None:
     offspec("doctor", "--quick", *arguments).refusal(2, *arguments)
-
-
-@pytest.mark.nightly("a process in a terminal; the characters are tested by default")
-def test_for_real_in_a_terminal_without_utf8(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").write_bytes(bytes(1 << 20))
-    env = {"PYTHONIOENCODING": "ascii", "COLUMNS": "60"}
-    result = finish(start("doctor", "--device", "cpu", "--path", tmp_path / "model.safetensors", env=env))
-    assert (result.code, result.err) == (0, "")
-    assert result.out.startswith("RAM ")
-    assert "Measured" in result.out
-    assert "not measured" not in result.out
