@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pty
-import signal
 import sys
 import time
 from contextlib import suppress
@@ -21,7 +20,7 @@ from offspec.loaders import convert as conversion
 
 from ..pair import Pair, variant
 from ..refusals import tells
-from .conftest import Offspec, finish, start
+from .conftest import Offspec
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -108,26 +107,6 @@ def test_interrupted_it_goes_on(pair: Pair, tmp_path: Path, offspec: Offspec, mo
     again = offspec("quantize", pair.target, tmp_path / "made", "--json")
     assert again.code == 0, again.err
     assert json.loads(again.out)["num_resumed"] >= 2
-    offspec("quantize", pair.target, tmp_path / "whole")
-    assert contents(tmp_path / "made") == contents(tmp_path / "whole")
-
-
-@pytest.mark.nightly("a process that is killed; an interrupted one is tested by default")
-def test_killed_it_goes_on(pair: Pair, tmp_path: Path, offspec: Offspec) -> None:
-    """Killed as soon as the second file is there, wherever in its work that is."""
-    process = start("quantize", pair.target, tmp_path / "made", has_kernels=True)
-    try:
-        deadline = time.monotonic() + 600
-        while process.poll() is None and not list((tmp_path / "made").glob("model-00002-*.safetensors")):
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        finish(process)
-    again = offspec("quantize", pair.target, tmp_path / "made", "--json")
-    if process.returncode == -signal.SIGKILL:
-        assert again.code == 0, again.err
-        assert json.loads(again.out)["num_resumed"] >= 2
     offspec("quantize", pair.target, tmp_path / "whole")
     assert contents(tmp_path / "made") == contents(tmp_path / "whole")
 
