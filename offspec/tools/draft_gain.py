@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 
 from offspec.scheduler.params import SamplingParams, SpeculationParams
@@ -18,26 +18,9 @@ DEEPEST = 10
 LEAST_WALKS = 10  # a share of fewer walks says nothing
 
 
-@dataclass
-class Walks:
-    """Accepted paths of some passes. lengths: number of paths by length."""
-
-    lengths: Counter[int] = field(default_factory=Counter)
-
-    def observe(self, tree: TokenTree, verdict: Verdict) -> None:
-        """An observer of `Engine.generate`. Passes without a tree are left out."""
-        if len(tree):
-            self.lengths[len(verdict.path)] += 1
-
-    def shares(self) -> list[float]:
-        """Of the paths that came to depth d, how many went on to d + 1; for d from 0."""
-        reached = [sum(n for length, n in self.lengths.items() if length >= d) for d in range(DEEPEST + 1)]
-        return [after / before for before, after in pairwise(reached) if before >= LEAST_WALKS]
-
-
 @dataclass(frozen=True)
 class DraftGain:
-    """by_depth: how often the next token was found, by the depth in the tree; see `Walks.shares`."""
+    """by_depth: of the accepted paths that came to depth d, how many went on to d + 1; for d from 0."""
 
     tokens_per_pass: float
     by_depth: list[float]
@@ -51,11 +34,18 @@ def measure_gain(
     progress: Callable[[str, int, int], None] | None = None,
 ) -> DraftGain:
     """Over the prompts' continuations, with 64 nodes, and without recall or guessers. Raises OffspecError."""
-    num_tokens, num_passes, walks = 0, 0, Walks()
+    num_tokens, num_passes, lengths = 0, 0, Counter[int]()  # of accepted paths
+
+    def observe(tree: TokenTree, verdict: Verdict) -> None:
+        if len(tree):
+            lengths[len(verdict.path)] += 1
+
     for number, prompt in enumerate(prompts):
         if progress is not None:
             progress("held-out texts", number, len(prompts))
         params = SamplingParams(max_new_tokens, temperature=temperature, seed=number, ignore_eos=True)
-        *_, last = engine.generate(prompt, params, ALONE, observer=walks.observe)
+        *_, last = engine.generate(prompt, params, ALONE, observer=observe)
         num_tokens, num_passes = num_tokens + last.stats.num_tokens, num_passes + last.stats.num_passes
-    return DraftGain(num_tokens / num_passes, walks.shares())
+    reached = [sum(n for length, n in lengths.items() if length >= depth) for depth in range(DEEPEST + 1)]
+    shares = [after / before for before, after in pairwise(reached) if before >= LEAST_WALKS]
+    return DraftGain(num_tokens / num_passes, shares)

@@ -65,9 +65,6 @@ class TextsRow:
     gain: Figure
     num_different: int
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass
 class TextsReport:
@@ -107,7 +104,7 @@ class TextsReport:
         return {
             "num_prompts": self.num_prompts,
             "num_different_texts": self.num_different,
-            "rows": [row.as_dict() for row in self.rows()],
+            "rows": [asdict(row) for row in self.rows()],
         }
 
 
