@@ -1,4 +1,8 @@
-"""`offspec.convert`: converts a checkpoint to another weight format, under Hugging Face's names."""
+"""`offspec.convert`: converts a checkpoint to another weight format, under Hugging Face's names.
+
+An importance matrix of llama.cpp (`llama-imatrix`) has the mean square of each input of a matrix, over texts. A GGUF
+file has `NAME.in_sum2` [experts, K], sums of squares, and `NAME.counts` [experts, 1], how many tokens they are of.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,16 @@ from functools import partial
 from os import PathLike, fspath
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from offspec.loaders.convert import Conversion as Conversion
-from offspec.loaders.convert import MatrixChoice, PackerOf
+from offspec.loaders.convert import MatrixChoice, PackerOf, read_whole
 from offspec.loaders.convert import convert as convert_layers
 from offspec.loaders.files.checkpoint import Checkpoint, show, without
+from offspec.loaders.files.gguf_file import is_gguf, read_model
 from offspec.loaders.files.hub import resolve
-from offspec.loaders.formats import blank_tensors
+from offspec.loaders.formats import blank_tensors, stored_weights
 from offspec.loaders.formats.core import Packer
 from offspec.loaders.formats.gguf_pack import GgufPacker
 from offspec.loaders.formats.gguf_search import search_rows
@@ -25,9 +33,11 @@ from ..model.heads.mtp import mtp_names
 from ..model.names import LAYER_PREFIX, in_layer, split_name
 from ..named_models import named_path
 from .experts import with_experts
+from .gguf import names_of
 from .gguf_mixtures import MIXTURES
-from .imatrix import read_importances
 from .language_model import language_model
+
+SUMS, COUNTS = ".in_sum2", ".counts"  # of importance matrices
 
 
 def convert(
@@ -64,7 +74,7 @@ def _packers(params: ConvertParams, checkpoint: Checkpoint) -> PackerOf:
         description = f"{checkpoint.path}: the matrices of this model have no types in {params.format}"
         raise UnsupportedModelError(f"{description}; choose another `format`, such as nf4")
     mixture = MIXTURES[params.format]
-    importances = {} if params.imatrix is None else read_importances(Path(params.imatrix), config)
+    importances = {} if params.imatrix is None else _importances(Path(params.imatrix), config)
 
     def packer_of(name: str, shape: tuple[int, ...]) -> Packer | None:
         layer, inner = split_name(name)
@@ -78,6 +88,33 @@ def _packers(params: ConvertParams, checkpoint: Checkpoint) -> PackerOf:
         return GgufPacker(kind, partial(search_rows, importance=importance))
 
     return packer_of
+
+
+def _importances(path: Path, config: ModelConfig) -> dict[str, Tensor]:
+    """The importance fp32 [K] of each matrix's inputs, by offspec's names; of each expert's matrices by itself.
+
+    Inputs that no text reached count alike. Raises UsageError, CheckpointError.
+    """
+    if not path.is_file() or not is_gguf(path):
+        raise UsageError(f"{path}: is no importance matrix in GGUF; write one with llama-imatrix -o FILE.gguf")
+    stored = stored_weights(read_model(path).tensors)
+    importances = dict[str, Tensor]()
+    matrices = [name.removesuffix(SUMS) for name in stored if name.endswith(SUMS)]
+    for matrix, name in names_of(matrices, config.model_type, config.num_layers).items():
+        if matrix + COUNTS not in stored:
+            raise CheckpointError(f"{path}: {matrix} has no {COUNTS[1:]}; the file is damaged, write it again")
+        counts = read_whole(stored[matrix + COUNTS]).view(-1, 1)
+        sums = read_whole(stored[matrix + SUMS]).view(len(counts), -1)
+        means = torch.where(counts > 0, sums / counts, 1.0)
+        if not bool(((means >= 0) & means.isfinite()).all()):
+            raise CheckpointError(f"{path}: {matrix} has numbers below 0, or none; the file is damaged, write it again")
+        base, of_experts, short = name.rpartition(".experts.")
+        importances |= {f"{base}{of_experts}{i}.{short}": row for i, row in enumerate(means) if of_experts}
+        if not of_experts:
+            importances[name] = means[0]
+    if not importances:
+        raise UsageError(f"{path}: has no importances for a model of type {config.model_type}; take that of this model")
+    return importances
 
 
 def _kept(checkpoint: Checkpoint) -> Collection[str]:
