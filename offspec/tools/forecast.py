@@ -272,11 +272,7 @@ class Assumptions:
         """Raises UsageError for a rate that is not positive, an unknown CPU, or one of no assumed card's machine."""
         for name, rate, example in (("disk", self.disk_bytes_per_s, "7GB"), ("ram_rate", self.ram_bytes_per_s, "60GB")):
             if rate is not None and not rate > 0:
-                place = "disk's" if name == "disk" else "RAM's"
-                text = (
-                    f"the {place} rate must be above 0 bytes per second, not `{name}={rate:g}`; for example {example}"
-                )
-                raise UsageError(text)
+                raise UsageError(f"`{name}={rate:g}` must be above 0 bytes per second; for example {example}")
         given = f"`cpu={self.cpu}`" if self.cpu is not None else "`ram_rate`"
         if self.gpu is None and (self.cpu is not None or self.ram_bytes_per_s is not None):
             raise UsageError(f"{given} is of a machine that is not here: name its card with `gpu`, or omit it")
