@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 from ..errors import UsageError
 
@@ -25,24 +24,6 @@ codecs.register_error(_EACH_BYTE, _replace_each_byte)
 # A byte-level decoder resynchronises after one byte that starts a character, or after three continuation bytes (UTF-8
 # has at most four bytes per character, RFC 3629); every token has at least one byte.
 _CONTEXT_TOKENS = 3
-
-
-class TokenDecoder(Protocol):
-    """The part of a tokenizer that a stream needs."""
-
-    @property
-    def special_ids(self) -> frozenset[int]:
-        """Ids that `skip_special_tokens` omits from a text."""
-
-    @property
-    def byte_anchor(self) -> int | None:
-        """The byte token of "A" if the decoder joins byte tokens to characters (sentencepiece), else None."""
-
-    def stored_token(self, token_id: int) -> str | None:
-        """The token's entry in the vocabulary; None for an unused id."""
-
-    def decode_stored(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """The library's text of these ids."""
 
 
 class TextStream:
@@ -88,11 +69,19 @@ class Detokenizer:
     the cost per token is constant. The context matters because decoders may strip a space at a text's beginning.
     """
 
-    def __init__(self, tokenizer: TokenDecoder, skip_special_tokens: bool, after: Sequence[int] = ()) -> None:
-        """after: ids of a text that ends with a whole character, and that the new text continues."""
-        self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
-        self._anchor = tokenizer.byte_anchor
+    def __init__(
+        self,
+        decode: Callable[[list[int]], str],
+        entry_of: Callable[[int], str | None],
+        byte_anchor: int | None,
+        after: Sequence[int] = (),
+    ) -> None:
+        """decode: the library's. entry_of: a token's entry in the vocabulary; None for one that adds no text.
+
+        byte_anchor: the tokenizer's. after: ids of a text that ends with a whole character, and that the new text
+        continues.
+        """
+        self._decode, self._entry_of, self._anchor = decode, entry_of, byte_anchor
         self._context: list[int] = []
         self._num_held = 0  # 1: the context's last character is a U+FFFD that may change, so it is held back
         self._run: list[int] = []  # byte tokens of an incomplete character, and its bytes:
@@ -102,8 +91,7 @@ class Detokenizer:
         self.flush()
 
     def push(self, token_id: int) -> str:
-        token = self._tokenizer.stored_token(token_id)
-        if not token or (self._skip_special_tokens and token_id in self._tokenizer.special_ids):
+        if not (token := self._entry_of(token_id)):
             return ""
         match = None if self._anchor is None else re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", token)
         if match is None:
@@ -142,9 +130,6 @@ class Detokenizer:
         # The context excludes the last run, which could form invalid UTF-8 with the next byte tokens.
         self._run = run
         self._context = [] if self._anchor is None else [self._anchor]
-
-    def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode_stored(ids, self._skip_special_tokens)
 
 
 def _first_open_stop(text: str, stops: tuple[str, ...]) -> int:

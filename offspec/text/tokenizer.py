@@ -12,7 +12,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -364,7 +364,13 @@ class Tokenizer:
 
         Raises UsageError for an empty stop string.
         """
-        return TextStream(Detokenizer(self, skip_special_tokens, after), stop)
+        skipped = self.special_ids if skip_special_tokens else frozenset[int]()
+
+        def entry_of(token_id: int) -> str | None:
+            return None if token_id in skipped else self._backend.id_to_token(token_id)
+
+        decode = partial(self.decode_stored, skip_special_tokens=skip_special_tokens)
+        return TextStream(Detokenizer(decode, entry_of, self.byte_anchor, after), stop)
 
     def _special_id(self, name: str) -> int | None:
         text = self._settings.special_tokens.get(name)
@@ -383,10 +389,6 @@ class Tokenizer:
                 'correct "bos_token", or set "add_bos_token" to false'
             )
         return [self.bos_id]
-
-    def stored_token(self, token_id: int) -> str | None:
-        """The token's entry in the vocabulary; None for an unused id."""
-        return self._backend.id_to_token(token_id)
 
     def decode_stored(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         """The library's text of these ids."""

@@ -129,4 +129,4 @@ def test_a_part_of_a_character_has_its_bytes(engine: Engine) -> None:
     if len(ids) > 1:
         assert names.text(ids[-1], "bytes:").startswith("bytes:\\x")
     (end, *_) = tokenizer.eos_ids
-    assert names.text(end) == tokenizer.stored_token(end)
+    assert names.text(end) == tokenizer.token_text(end)

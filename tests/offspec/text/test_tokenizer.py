@@ -549,9 +549,9 @@ def test_the_cost_of_a_token_does_not_grow(
     tokenizer, widths = loaded[kind], []
     decode = Tokenizer.decode_stored
 
-    def counted(self: Tokenizer, ids: list[int], skip: bool) -> str:
+    def counted(self: Tokenizer, ids: list[int], skip_special_tokens: bool) -> str:
         widths.append(len(ids))
-        return decode(self, ids, skip)
+        return decode(self, ids, skip_special_tokens)
 
     monkeypatch.setattr(Tokenizer, "decode_stored", counted)
     for ids in (tokenizer.encode("the cat 😀" * 40), [3 + 0x80] * 200, [0, 1, 2] * 100):
