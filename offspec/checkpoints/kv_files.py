@@ -27,6 +27,7 @@ from torch import Tensor
 
 from offspec.loaders.files.checkpoint import TensorInfo, show, without_remedy
 from offspec.loaders.files.os_errors import cannot_write
+from offspec.loaders.files.records import FLOAT_DTYPES
 from offspec.loaders.files.safetensors_folder import read_header
 from offspec.loaders.files.shards import ShardPiece, header
 from offspec.loaders.files.small_files import open_regular
@@ -43,16 +44,8 @@ from .opening import ModelFiles
 FORMAT = "offspec KV entries 3"
 SIGNATURE = b'{"__metadata__":{"format":"offspec KV entries '  # of all versions, behind the header's length
 TOKENS, CHECKSUMS = "tokens", "checksums"
-DTYPE_NAMES = {
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float64: "F64",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.int16: "I16",
-    torch.int32: "I32",
-}
+DTYPE_NAMES = {dtype: name for name, dtype in FLOAT_DTYPES.items()}
+DTYPE_NAMES |= {torch.int8: "I8", torch.uint8: "U8", torch.int16: "I16", torch.int32: "I32"}
 SAMPLED_BYTES = 4096  # of each stored tensor of a model
 DISK_SHARE = 2  # a file may take 1/DISK_SHARE of the free disk space
 Ids = NDArray[np.int64]
