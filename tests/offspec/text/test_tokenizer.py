@@ -400,13 +400,6 @@ def test_of_several_templates_default_is_taken_and_the_jinja_file_wins(tmp_path:
     assert Tokenizer.load(tmp_path).render_chat(CHAT) == "newer é"
 
 
-def test_without_a_template_the_remedy_is_plain_text(tmp_path: Path) -> None:
-    tokenizer = chat_tokenizer(tmp_path, None)
-    assert not tokenizer.has_chat_template
-    with refused(TokenizerError, tmp_path, "no chat template", "plain text"):
-        tokenizer.render_chat(CHAT)
-
-
 @pytest.mark.parametrize("template", [[{"name": "tool_use", "template": "x"}], 5])
 def test_templates_none_of_which_is_default_are_refused_for_chats_alone(template: Any, tmp_path: Path) -> None:
     tokenizer = chat_tokenizer(tmp_path, template)
