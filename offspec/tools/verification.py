@@ -208,16 +208,15 @@ def verify(
         key = (setting.temperature, setting.top_p)
         if key not in plain:
             plain[key] = [
-                _run(engine, prompt, p, SpeculationParams(budget=0)).tokens
-                for prompt, p in zip(ids, params, strict=True)
+                _run(engine, prompt, p, SpeculationParams(budget=0))[0] for prompt, p in zip(ids, params, strict=True)
             ]
         max_passes = RANDOM_PASSES if setting.draft == "random" else None
         num_tokens = num_passes = num_compared = 0
         for i, (prompt, p, wanted) in enumerate(zip(ids, params, plain[key], strict=True)):
-            run = _run(engines[setting.draft], prompt, p, setting.speculation(), max_passes)
-            num_tokens, num_passes = num_tokens + len(run.tokens), num_passes + run.num_passes
-            compared = wanted[: len(run.tokens)] if run.was_stopped else wanted
-            differences = list(first_difference(engine, setting, i, prompt, p, compared, run.tokens))
+            tokens, passes, was_stopped = _run(engines[setting.draft], prompt, p, setting.speculation(), max_passes)
+            num_tokens, num_passes = num_tokens + len(tokens), num_passes + passes
+            compared = wanted[: len(tokens)] if was_stopped else wanted
+            differences = list(first_difference(engine, setting, i, prompt, p, compared, tokens))
             num_compared += differences[0].token_index + 1 if differences else len(compared)
             report.differences += differences
         report.num_tokens += num_tokens
@@ -249,27 +248,19 @@ def _random_draft(engine: Engine) -> Decoder:
     return random_decoder(shape, seed=0, dtype=engine.target.dtype, device=engine.target.device)
 
 
-@dataclass(frozen=True)
-class _Text:
-    """The result of one request. was_stopped: it stopped after `max_passes`, before the end of its text."""
-
-    tokens: list[int]
-    num_passes: int
-    was_stopped: bool
-
-
 def _run(
     engine: Engine,
     prompt: Sequence[int],
     params: SamplingParams,
     speculation: SpeculationParams,
     max_passes: int | None = None,
-) -> _Text:
+) -> tuple[list[int], int, bool]:
+    """The tokens of one request, its passes, and whether `max_passes` stopped it before the end of its text."""
     with closing(engine.generate(prompt, params, speculation)) as request:
         steps = list(itertools.islice(request, max_passes))
     tokens = [token for step in steps for token in step.token_ids]
     was_stopped = len(steps) == max_passes and steps[-1].finish_reason is None
-    return _Text(tokens, steps[-1].stats.num_passes, was_stopped)
+    return tokens, steps[-1].stats.num_passes, was_stopped
 
 
 def first_difference(
