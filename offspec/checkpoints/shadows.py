@@ -151,5 +151,4 @@ def _layers_alone(checkpoint: Checkpoint, mark: Mapping[str, str | int], others:
     named = without_blanks(checkpoint)
     names = [name for name in named.tensors if name.startswith(LAYER_PREFIX) and name not in others]
     tensors = {name: named.tensors[name] for name in names}
-    config = {key: value for key, value in named.config.items() if key != "quantization_config"}
-    return CheckpointView(named, tensors, {**config, ENTRY: mark})
+    return CheckpointView(named, tensors, {**named.config, ENTRY: mark})
