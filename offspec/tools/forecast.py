@@ -35,9 +35,18 @@ from ..planning.parked_texts import ParkedTexts
 from ..planning.plan import Plan, with_faster_residents
 from ..planning.probe import ProductRates, host_flops, planner_here, ram_beside_program
 from ..planning.report import explain_packing, explain_plan, tell_tiers
-from .caches_forecast import CacheProspect, predict_caches
-from .improvements import GAIN_WIDTH, Gain, Improvement, Improvements, best_improvement
-from .texts_forecast import NUMBERS, TextsProspect, predict_texts
+from .improvements import (
+    GAIN_WIDTH,
+    NUMBERS,
+    CacheProspect,
+    Gain,
+    Improvement,
+    Improvements,
+    TextsProspect,
+    best_improvement,
+    predict_caches,
+    predict_texts,
+)
 
 LLAMA_CPP_SOURCE = (
     f"reads {READ_SHARE:g} of the data sheet's rate of the card's memory, and the rest at RAM's rate; others' reports "

@@ -1,24 +1,31 @@
-"""Predicts what would make a planned model faster: more memory, 4 bit, another draft; and which one helps most."""
+"""Predicts a planned model with one change: more memory, 4 bit, another draft, several texts, packed KV entries.
+
+It says which of the first three helps most.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 from offspec.loaders.machine.hardware import Rates
+from offspec.scheduler.params import MOST_STATE_NODES
 
 from ..checkpoints.opening import DTYPES, ModelFiles
 from ..drafts.base import OpenedDraft
 from ..drafts.weighing import Prospect
-from ..errors import OffspecError
-from ..planning.draft_forecast import RatesOf, predict_drafting
+from ..errors import MemoryLimitError, OffspecError
+from ..model.memory.kv_formats import KV_FORMATS
+from ..planning.draft_forecast import Drafting, RatesOf, predict_drafting
 from ..planning.plan import Plan
 
 GAIN_STEP_BYTES, MAX_GAIN_STEPS = 8 * 2**30, 4
 GAIN_WIDTH = 64  # rows of the pass that gains are predicted for
 FOUR_BIT = "nf4"  # the default format of `offspec quantize`
 LEAST_TIMES_AS_FAST = 1.1  # by a change that is worth advising
+NUMBERS = (1, 2, 4, 8, 16)  # of texts under way
 TIMES_WITHOUT_BUYING = 1.5  # by a change that is advised although more memory would bring more
 
 
@@ -139,3 +146,118 @@ def best_improvement(
     if best is None or best.times < TIMES_WITHOUT_BUYING:
         best = max((*free, *bought), key=lambda each: each.times, default=None)
     return best if best is not None and best.times >= LEAST_TIMES_AS_FAST else None
+
+
+# ------------------------------------------------------------------------------------------------ other settings
+
+
+@dataclass(frozen=True)
+class TextsProspect:
+    """What passes that `num_texts` texts share are expected to bring, prompts excluded.
+
+    plan: with KV entries for these texts; None if that does not fit in memory. greedy, sampled: the fastest drafting at
+    temperature 0 and 1.
+    """
+
+    num_texts: int
+    plan: Plan | None = None
+    greedy: Drafting | None = None
+    sampled: Drafting | None = None
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all texts together, at temperature 0; 0 if they do not fit."""
+        return self.greedy.tokens_per_s if self.greedy else 0.0
+
+    @property
+    def each_tokens_per_s(self) -> float:
+        return self.tokens_per_s / self.num_texts
+
+    @property
+    def tokens_each(self) -> int:
+        """Tokens that a text has KV entries for if all are equally long; longer ones make others wait."""
+        return self.plan.reservation.num_tokens // self.num_texts if self.plan else 0
+
+    def as_dict(self) -> dict[str, Any]:
+        if self.plan is None or self.greedy is None or self.sampled is None:
+            return {"num_texts": self.num_texts, "why_not": "the KV entries do not fit in memory"}
+        return {
+            "num_texts": self.num_texts,
+            "tokens_per_s": self.tokens_per_s,
+            "each_tokens_per_s": self.each_tokens_per_s,
+            "tokens_each": self.tokens_each,
+            "num_resident_layers": len(self.plan.placement.resident),
+            "greedy": vars(self.greedy),
+            "sampled": vars(self.sampled),
+        }
+
+
+def predict_texts(plan: Plan, draft: OpenedDraft, rates_of: RatesOf, numbers: Iterable[int]) -> list[TextsProspect]:
+    """What each number of texts is expected to bring with this draft, in the memory of `plan`."""
+    prospects = list[TextsProspect]()
+    for number in numbers:
+        try:
+            with_texts = plan if number == plan.reservation.texts else plan.with_texts(number)
+        except MemoryLimitError:
+            prospects.append(TextsProspect(number))
+            continue
+        guessing = draft.guessing(with_texts.placement)
+        draftings = [
+            predict_drafting(with_texts, guessing, rates_of, greedy=greedy, num_texts=number)
+            for greedy in (True, False)
+        ]
+        prospects.append(TextsProspect(number, with_texts, *draftings))
+    return prospects
+
+
+@dataclass(frozen=True)
+class CacheProspect:
+    """A plan with a format of the target's KV entries; without one if it does not fit in memory.
+
+    stored_as: the dtype of the entries, or their bits. token_bytes: of one token's entries in all layers.
+    context_bytes: of the context's. short_s, full_s: of the forecast's pass, behind a short text and behind one as
+    long as the context.
+    """
+
+    name: str
+    stored_as: str
+    token_bytes: int
+    context_bytes: int
+    plan: Plan | None = None
+    short_s: float | None = None
+    full_s: float | None = None
+
+    @property
+    def ram_bytes(self) -> int:
+        """Of the context's entries, those that are in RAM although a GPU computes."""
+        return 0 if self.plan is None else self.plan.entry_stream_bytes
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "kv_cache": self.name,
+            "stored_as": self.stored_as,
+            "token_bytes": self.token_bytes,
+            "context_bytes": self.context_bytes,
+            "num_resident_layers": None if self.plan is None else len(self.plan.placement.resident),
+            "ram_bytes": self.ram_bytes,
+            "pass_s": self.short_s,
+            "full_pass_s": self.full_s,
+        }
+
+
+def predict_caches(plan: Plan, rates: Rates, width: int) -> list[CacheProspect]:
+    """The formats in the memory and with the context of `plan`. width: rows of the pass."""
+    prospects = list[CacheProspect]()
+    dtype = next(name for name, each in DTYPES.items() if each == plan.inputs.target.dtype)
+    some = MOST_STATE_NODES  # more entries do not change what recurrent layers keep
+    for name, kv in KV_FORMATS.items():
+        target = plan.inputs.target.with_kv(kv)
+        token_bytes = (target.kv_bytes(2 * some) - target.kv_bytes(some)) // some
+        stored_as = dtype if kv.is_plain else f"{name} bit"
+        prospect = CacheProspect(name, stored_as, token_bytes, target.kv_bytes(plan.context))
+        with suppress(MemoryLimitError):
+            with_kv = plan if kv == plan.inputs.target.kv else plan.with_kv(kv)
+            short_s, full_s = (with_kv.predict_pass_s(rates, width, num_tokens) for num_tokens in (0, plan.context))
+            prospect = replace(prospect, plan=with_kv, short_s=short_s, full_s=full_s)
+        prospects.append(prospect)
+    return prospects
