@@ -43,13 +43,14 @@ class Groups:
     def fit(self, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Scales and minima fp32 [B, K / size] of weights fp32 [B, K], contiguous."""
         scales, lows = torch.zeros(2, len(weights), weights.shape[1] // self.size).unbind()
-        _run(_fit_worker(self), weights, scales, lows, weights)
+        fit = _fit_affine if self.has_minimum else _fit_symmetric
+        _run(_worker(self, fit), weights, scales, lows, weights)
         return scales, lows
 
     def codes(self, weights: Tensor, scales: Tensor, lows: Tensor) -> Tensor:
         """Codes - `least`, uint8 [B, K], of contiguous weights fp32 [B, K], for scales and minima [B, K / size]."""
         codes = torch.empty(weights.shape, dtype=torch.uint8)
-        _run(_codes_worker(self), weights, scales.contiguous(), lows.contiguous(), codes)
+        _run(_worker(self, _store_codes), weights, scales.contiguous(), lows.contiguous(), codes)
         return codes
 
 
@@ -65,16 +66,6 @@ def _run(worker: Callable[..., None], weights: Tensor, scales: Tensor, lows: Ten
 
 
 # ---------------------------------------------------------------------------------------------------------- the text
-
-
-@per_processor
-def _fit_worker(groups: Groups) -> Callable[..., None]:
-    return compile_ir(_worker(groups, _fit), "worker")
-
-
-@per_processor
-def _codes_worker(groups: Groups) -> Callable[..., None]:
-    return compile_ir(_worker(groups, _store_codes), "worker")
 
 
 class _Group:
@@ -107,10 +98,6 @@ class _Group:
         bits = kind.replace("float", "i1")
         return self.e.op(f"select {bits} {self.e.op(f'fcmp {comparison} {kind} {a}, {b}')}, {kind} {a}, {kind} {b}")
 
-    def spread(self, number: str) -> str:
-        """The number in all places of a vector."""
-        return splat(self.e, number, self.groups.size)
-
     def at_least_zero(self, number: str) -> str:
         return self.e.op(f"fadd float {self.chosen('float', 'ogt', number, '0.0')}, 0.0")
 
@@ -124,21 +111,14 @@ class _Group:
         e, vector = self.e, self.vector
         raised = self.weights
         if self.groups.has_minimum:
-            raised = e.op(f"fadd {vector} {raised}, {self.spread(low)}")
-        exact = e.op(f"fmul {vector} {raised}, {self.spread(self.inverse(scale))}")
+            raised = e.op(f"fadd {vector} {raised}, {splat(e, low, self.groups.size)}")
+        exact = e.op(f"fmul {vector} {raised}, {splat(e, self.inverse(scale), self.groups.size)}")
         code = e.op(f"call {vector} @llvm.roundeven.v{self.groups.size}f32({vector} {exact})")
         code = self.chosen(vector, "ogt", code, f"splat (float {_number(self.groups.least)})")
         return self.chosen(vector, "olt", code, f"splat (float {_number(self.groups.most)})")
 
     def product(self, a: str, b: str) -> str:
         return self.total(self.e.op(f"fmul {self.vector} {a}, {b}"))
-
-
-def _fit(group: _Group) -> None:
-    if group.groups.has_minimum:
-        _fit_affine(group)
-    else:
-        _fit_symmetric(group)
 
 
 def _fit_affine(group: _Group) -> None:
@@ -185,7 +165,9 @@ def _store_codes(group: _Group) -> None:
     e.do(f"store {bits} {e.op(f'fptoui {vector} {codes} to {bits}')}, ptr {group.places[3]}, align 1")
 
 
-def _worker(groups: Groups, body: Callable[[_Group], None]) -> str:
+@per_processor
+def _worker(groups: Groups, body: Callable[[_Group], None]) -> Callable[..., None]:
+    """The function that does `body` for all groups."""
     e = Emitter()
     e.words("%job", _JOB, _JOB[:4], ("next_group",))
 
@@ -198,7 +180,7 @@ def _worker(groups: Groups, body: Callable[[_Group], None]) -> str:
         body(_Group(e, groups, [*numbers, e.address("%codes", weight)]))
 
     taken(e, "%next_group", CHUNK_GROUPS, "%count", lambda first, last: counted(e, "group", first, last, 1, group))
-    return e.function("define void @worker(ptr %job)")
+    return compile_ir(e.function("define void @worker(ptr %job)"), "worker")
 
 
 def _number(value: float) -> str:
