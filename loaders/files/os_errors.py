@@ -1,4 +1,4 @@
-"""What to do where the system refuses to read or write a file."""
+"""What errors say, and what to do where the system refuses to read or write a file."""
 
 from __future__ import annotations
 
@@ -17,6 +17,11 @@ _REMEDIES = {
     errno.EIO: "check the disk",
     errno.ENAMETOOLONG: "give a shorter path",
 }
+
+
+def first_line(exc: BaseException) -> str:
+    """The first line of an error's message, or the error's name."""
+    return (str(exc).strip().splitlines() or [type(exc).__name__])[0]
 
 
 def reason(exc: OSError) -> str:

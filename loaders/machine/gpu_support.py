@@ -12,6 +12,8 @@ import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from ..files.os_errors import first_line
+
 INSTALL = "https://pytorch.org/get-started/locally"
 LEAST_DRIVERS = {13: "580", 12: "525 (Windows: 528)", 11: "450 (Windows: 452)"}  # by torch's CUDA
 
@@ -55,11 +57,10 @@ def card_fault(index: int) -> GpuFault | None:
     capability, built = torch.cuda.get_device_capability(index), torch.cuda.get_arch_list()
     if has_kernels_for(capability, built):
         return None
-    name = "sm_{}{}".format(*capability)
-    reason = f"this torch ({torch.__version__}) has no kernels for the {torch.cuda.get_device_name(index)} ({name})"
-    if capability >= (10, 0):
-        return GpuFault(f"{reason}, only {', '.join(built)}", f"install torch for CUDA 12.8 or newer ({INSTALL})")
-    return GpuFault(f"{reason}, only {', '.join(built)}", f"install torch for an older CUDA, such as 12.6 ({INSTALL})")
+    card = "{} (sm_{}{})".format(torch.cuda.get_device_name(index), *capability)
+    reason = f"this torch ({torch.__version__}) has no kernels for the {card}, only {', '.join(built)}"
+    newer = "CUDA 12.8 or newer" if capability >= (10, 0) else "an older CUDA, such as 12.6"
+    return GpuFault(reason, f"install torch for {newer} ({INSTALL})")
 
 
 def has_kernels_for(capability: tuple[int, int], built: Iterable[str]) -> bool:
@@ -69,25 +70,21 @@ def has_kernels_for(capability: tuple[int, int], built: Iterable[str]) -> bool:
     later card. With "f", either runs on the major version only; with "a", on this very card only.
     """
     architectures = [parsed for name in built if (parsed := re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", name))]
-    return not architectures or any(_runs_on(capability, parsed) for parsed in architectures)
-
-
-def _runs_on(capability: tuple[int, int], architecture: re.Match[str]) -> bool:
-    kind, major, minor, limit = architecture.groups()
-    built = int(major), int(minor)
-    if limit == "a":
-        return built == capability
-    return built <= capability and (built[0] == capability[0] or (kind == "compute" and not limit))
+    for kind, major, minor, limit in (parsed.groups() for parsed in architectures):
+        version = int(major), int(minor)
+        runs_later = version[0] == capability[0] or (kind == "compute" and not limit)
+        if version == capability or (limit != "a" and version < capability and runs_later):
+            return True
+    return not architectures
 
 
 def fault_of(exc: BaseException) -> GpuFault:
     """The fault that torch reports by an exception."""
     text = " ".join(str(exc).split())
-    for pattern, explain in _FAULTS.items():
+    for pattern, fault in _FAULTS.items():
         if re.search(pattern, text, re.IGNORECASE):
-            return explain(text)
-    reason = (str(exc).strip().splitlines() or [type(exc).__name__])[0]
-    return GpuFault(reason.rstrip("."), "check that nvidia-smi shows the card")
+            return fault if isinstance(fault, GpuFault) else fault(text)
+    return GpuFault(first_line(exc).rstrip("."), "check that nvidia-smi shows the card")
 
 
 def _too_old(text: str) -> GpuFault:
@@ -103,11 +100,6 @@ def _too_old(text: str) -> GpuFault:
     return GpuFault(reason, f"{update} (WSL: in Windows), or install torch for an older CUDA ({INSTALL})")
 
 
-def _no_driver(text: str) -> GpuFault:
-    remedy = "if there is an NVIDIA card, install its driver (WSL: in Windows); a container has to be given the GPUs"
-    return GpuFault("there is no NVIDIA driver", remedy, has_driver=False)
-
-
 def _hidden(text: str) -> GpuFault:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
@@ -116,25 +108,21 @@ def _hidden(text: str) -> GpuFault:
     return GpuFault("the NVIDIA driver shows no card", "check that nvidia-smi -L lists one", has_driver=False)
 
 
-def _mixed_versions(text: str) -> GpuFault:
-    reason = "the parts of the NVIDIA driver have different versions, as after an update"
-    return GpuFault(reason, "restart the machine; in a container, remove the package cuda-compat")
-
-
-def _unknown(text: str) -> GpuFault:
-    remedy = "restart the machine, or reload the driver's module (modprobe -r nvidia_uvm && modprobe nvidia_uvm)"
-    return GpuFault("CUDA cannot be initialised (unknown error), as after a suspend", remedy)
-
-
-def _full(text: str) -> GpuFault:
-    return GpuFault("CUDA error: out of memory", "close other programs that use the card")
-
-
-_FAULTS: dict[str, Callable[[str], GpuFault]] = {  # what torch or CUDA writes → its explanation
+_FAULTS: dict[str, GpuFault | Callable[[str], GpuFault]] = {  # what torch or CUDA writes → its explanation
     r"driver on your system is too old|driver version is insufficient": _too_old,
-    r"found no nvidia driver": _no_driver,
+    r"found no nvidia driver": GpuFault(
+        "there is no NVIDIA driver",
+        "if there is an NVIDIA card, install its driver (WSL: in Windows); a container has to be given the GPUs",
+        has_driver=False,
+    ),
     r"no cuda gpus are available|no cuda-capable device": _hidden,
-    r"display driver / cuda driver combination|forward compatibility was attempted": _mixed_versions,
-    r"cuda unknown error|cuda error: unknown error": _unknown,
-    r"cuda error: out of memory": _full,
+    r"display driver / cuda driver combination|forward compatibility was attempted": GpuFault(
+        "the parts of the NVIDIA driver have different versions, as after an update",
+        "restart the machine; in a container, remove the package cuda-compat",
+    ),
+    r"cuda unknown error|cuda error: unknown error": GpuFault(
+        "CUDA cannot be initialised (unknown error), as after a suspend",
+        "restart the machine, or reload the driver's module (modprobe -r nvidia_uvm && modprobe nvidia_uvm)",
+    ),
+    r"cuda error: out of memory": GpuFault("CUDA error: out of memory", "close other programs that use the card"),
 }

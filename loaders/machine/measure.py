@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,9 @@ from offspec.errors import HardwareError, OffspecError
 
 from ..accelerators.accelerator import accelerator_of
 from ..files.containers import largest_weight_file
+from ..files.os_errors import first_line
 from ..files.readers import READ_BYTES, FileReader, HostBuffer, align_down
+from ..files.shards import forget_cached
 from ..formats import StoredWeight, WeightFormat, format_named
 from ..params import LOSSLESS_FORMAT
 from ..streaming.stream import NUM_READERS
@@ -74,7 +76,8 @@ def measure_rates(
     that share a matrix wait for the slowest. progress is called with the name of each measurement.
     """
     if (free := read_memory().available_bytes) < ROOM_BYTES:
-        return _not_measured(f"only {format_size(free)} of RAM are free, and this needs {format_size(ROOM_BYTES)}")
+        why = f"not measured: only {format_size(free)} of RAM are free, and this needs {format_size(ROOM_BYTES)}"
+        return Rates(sources={field.name: why for field in fields(Rates) if field.name != "sources"})
     beside_reads = beside_reads and path.is_file() and path.stat().st_size >= READ_BYTES
 
     def reads() -> AbstractContextManager[None]:
@@ -108,13 +111,7 @@ class _Attempts:
         try:
             self.values[field], self.sources[field] = measure()
         except (OffspecError, RuntimeError, MemoryError, OSError) as exc:
-            self.sources[field] = f"not measured: {_first_line(exc)}"
-
-
-def _not_measured(why: str) -> Rates:
-    """No rate, each with this reason."""
-    names = (field.name for field in fields(Rates) if field.name != "sources")
-    return Rates(sources=dict.fromkeys(names, f"not measured: {why}"))
+            self.sources[field] = f"not measured: {first_line(exc)}"
 
 
 def _disk(path: Path, seconds: float) -> tuple[float, str]:
@@ -153,10 +150,6 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _first_line(exc: BaseException) -> str:
-    return (str(exc).strip().splitlines() or [type(exc).__name__])[0]
-
-
 # ------------------------------------------------------------------------------------------------ disk
 
 
@@ -184,7 +177,7 @@ def measure_disk(
     up to `temporary_bytes` is written first. Raises HardwareError if there is no file and no space for one, and
     CheckpointError if a read fails.
     """
-    with _file_to_read(path, temporary_bytes) as (file, name), _reading() as reader:
+    with _file_to_read(path, temporary_bytes) as (file, name), closing(FileReader()) as reader:
         size = align_down(file.stat().st_size)
         if size == 0:
             raise HardwareError(f"{file}: too small to measure a disk; name a larger file, or a folder")
@@ -195,7 +188,7 @@ def measure_disk(
             reader.read(file, 0, buffer.view, buffer.nbytes)
         if file in reader.fallbacks:
             with file.open("rb") as opened:
-                _drop_cache(opened.fileno())
+                forget_cached(opened.fileno())
         rates = {}
         for i, num_threads in enumerate(threads):
             first = i * part_bytes if size >= (i + 1) * part_bytes else 0
@@ -252,21 +245,7 @@ def _write(file: int, nbytes: int, seconds: float = 1.0) -> None:
         if written % LEAST_BYTES == 0:  # otherwise a slow disk would need seconds for the last fsync
             os.fsync(file)
     os.fsync(file)
-    _drop_cache(file)
-
-
-def _drop_cache(file: int) -> None:
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-@contextmanager
-def _reading() -> Iterator[FileReader]:
-    reader = FileReader()
-    try:
-        yield reader
-    finally:
-        reader.close()
+    forget_cached(file)
 
 
 def _read_part(reader: FileReader, file: Path, part: range, buffers: Sequence[HostBuffer], seconds: float) -> float:
@@ -301,7 +280,7 @@ def reads_in_flight(file: Path) -> Iterator[None]:
         while not is_over.is_set():
             reader.read(file, next(offsets), buffer.view, 1)
 
-    with _reading() as reader, ThreadPoolExecutor(NUM_READERS) as pool:
+    with closing(FileReader()) as reader, ThreadPoolExecutor(NUM_READERS) as pool:
         readers = [pool.submit(work, reader) for _ in range(NUM_READERS)]
         try:
             yield
@@ -495,15 +474,10 @@ def measure_fused_rows(stored: StoredWeight, device: torch.device, dtype: torch.
 
 def _most_rows(is_faster: Callable[[int], bool]) -> int:
     """The last number of rows before the first that is not faster; 0 if one row is not."""
-    most = 0
-    for width in FUSED_WIDTHS:
-        if not is_faster(width):
-            return _bisected(is_faster, most, width)
-        most = width
-    return most
-
-
-def _bisected(is_faster: Callable[[int], bool], most: int, slower: int) -> int:
+    places = range(len(FUSED_WIDTHS))
+    place = next((place for place in places if not is_faster(FUSED_WIDTHS[place])), len(FUSED_WIDTHS))
+    most = FUSED_WIDTHS[place - 1] if place else 0
+    slower = FUSED_WIDTHS[place] if place < len(FUSED_WIDTHS) else most
     while slower - most > 1:
         width = (most + slower) // 2
         most, slower = (width, slower) if is_faster(width) else (most, width)
