@@ -44,24 +44,15 @@ def fused_rows(stored: StoredWeight, device: torch.device, dtype: torch.dtype) -
     It is read from the card's file, or measured (`measure_fused_rows`) and written there. If `FUSED_ROWS.is_fixed`, it
     is FIXED_ROWS. Raises what the kernel raises, such as a compiler's errors.
     """
-    rows = _fixed_rows(stored, device, dtype) if FUSED_ROWS.is_fixed else _kept_rows(stored, device, dtype)
-    FUSED_ROWS.set(stored.dtype, stored.shape, dtype, device, rows)
-    return rows
-
-
-def _fixed_rows(stored: StoredWeight, device: torch.device, dtype: torch.dtype) -> int:
-    return FIXED_ROWS if _has_fused(stored, device, dtype) else 0
-
-
-def _kept_rows(stored: StoredWeight, device: torch.device, dtype: torch.dtype) -> int:
     key = f"{stored.dtype} {stored.fused_kind} x {str(dtype).removeprefix('torch.')}"
     file = choices_file(device)
-    rows = read_measured(file).get(key)
+    rows = FIXED_ROWS if FUSED_ROWS.is_fixed else read_measured(file).get(key)
     if type(rows) is not int or rows < 0:
         rows = measure_fused_rows(stored, device, dtype)
         write_measured(file, {**read_measured(file), key: rows})
     elif rows and not _has_fused(stored, device, dtype):
         rows = 0
+    FUSED_ROWS.set(stored.dtype, stored.shape, dtype, device, rows)
     return rows
 
 

@@ -17,6 +17,7 @@ others of 8 to 16 GB lose. Older drivers report up to 0.13 GiB more, and Windows
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from offspec.errors import UsageError
 
@@ -71,20 +72,16 @@ class KnownGpu:
         source = f"data sheet of the {self.name}, reduced to realistic shares"
         memory = MEMORY_SHARE * self.memory_bytes_per_s
         packed = PACKED_PER_CLOCK * self.bf16_flops / self.flops_per_clock * packed_bytes
-        fields = (
-            *("host_to_device_bytes_per_s", "memory_bytes_per_s", "matmul_flops"),
-            *("dequantise_elements_per_s", "packed_bytes_per_s"),
-        )
-        return Rates(
-            host_to_device_bytes_per_s=self.host_to_device_bytes_per_s,
-            memory_bytes_per_s=memory,
+        rates: dict[str, Any] = {
+            "host_to_device_bytes_per_s": self.host_to_device_bytes_per_s,
+            "memory_bytes_per_s": memory,
             # Each weight has 2 bytes, is read once and needs 2 FLOP per row: `width` FLOP per byte, up to the limit of
             # arithmetic.
-            matmul_flops={width: min(width * memory, MATMUL_SHARE * self.bf16_flops) for width in _WIDTHS},
-            dequantise_elements_per_s=DEQUANTISE_SHARE * self.memory_bytes_per_s / (packed_bytes + _BF16_BYTES),
-            packed_bytes_per_s=min(PACKED_SHARE * self.memory_bytes_per_s, packed),
-            sources=dict.fromkeys(fields, source),
-        )
+            "matmul_flops": {width: min(width * memory, MATMUL_SHARE * self.bf16_flops) for width in _WIDTHS},
+            "dequantise_elements_per_s": DEQUANTISE_SHARE * self.memory_bytes_per_s / (packed_bytes + _BF16_BYTES),
+            "packed_bytes_per_s": min(PACKED_SHARE * self.memory_bytes_per_s, packed),
+        }
+        return Rates(**rates, sources=dict.fromkeys(rates, source))
 
 
 KNOWN_GPUS = {

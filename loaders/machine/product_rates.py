@@ -32,6 +32,7 @@ ROWS = (1, 16, 128)
 SHAPE = (4096, 2048)
 CACHE_BYTES = 64 * 2**20  # total size of the alternating matrices, which fit no cache
 _POINT_S, _LEAST_RUNS = 0.012, 2
+_PLAIN_DTYPES = {form: dtype for dtype, form in PLAIN_FORMS.items()}
 
 
 def kernels_of(forms: Iterable[str], dtype: torch.dtype) -> list[RowProduct]:
@@ -117,9 +118,8 @@ def has_kernel(form: str) -> bool:
 
 def _kernel(form: str) -> RowProduct | None:
     """The kernel for weights of a form, or None."""
-    dtype = next((dtype for dtype, name in PLAIN_FORMS.items() if name == form), None)
-    if dtype is not None:
-        return plain_product(dtype)
+    if form in _PLAIN_DTYPES:
+        return plain_product(_PLAIN_DTYPES[form])
     weight = sample(form, (64, 256)) if num_lanes() else None
     kernel = weight.kernel if isinstance(weight, PackedMatrix) else None
     return None if kernel is None else kernel[0]
@@ -127,9 +127,8 @@ def _kernel(form: str) -> RowProduct | None:
 
 def sample(form: str, shape: tuple[int, int]) -> Weight | None:
     """A matrix of a form with normal numbers; None for a form that cannot be sized."""
-    dtype = next((dtype for dtype, name in PLAIN_FORMS.items() if name == form), None)
-    if dtype is not None:
-        row = torch.randn(shape[1], generator=torch.Generator().manual_seed(0)).to(dtype)
+    if form in _PLAIN_DTYPES:
+        row = torch.randn(shape[1], generator=torch.Generator().manual_seed(0)).to(_PLAIN_DTYPES[form])
         return row.expand(shape).contiguous()
     stored = format_named(form).sized(form, "weight", shape, of_no_file)
     return None if stored is None else stored.sample(CPU)
@@ -143,14 +142,10 @@ def of_no_file(name: str, dtype: str, shape: tuple[int, ...]) -> TensorInfo:
 def processor_identity() -> list[object]:
     """What the seconds of products on this machine's processor depend on."""
     libraries = [torch.__version__, os.environ.get("ONEDNN_MAX_CPU_ISA", ""), *versions("llvmlite", "bitsandbytes")]
-    return [_processor(), sorted(instructions()), torch.get_num_threads(), *libraries]
-
-
-def _processor() -> str:
-    """The system's name for the CPU model."""
+    processor = platform.processor()
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
             wanted = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags")
-            return str(sorted({line for line in lines if line.startswith(wanted)}))
-    return platform.processor()
+            processor = str(sorted({line for line in lines if line.startswith(wanted)}))
+    return [processor, sorted(instructions()), torch.get_num_threads(), *libraries]
