@@ -279,17 +279,13 @@ class TieredWeights:
     def _load(self, layer: StoredUnit, device: torch.device) -> dict[str, Weight]:
         """Load a layer into its own memory on the device, in the compute dtype."""
         if layer.is_converted(self._dtype):
-            bound = layer.bind(self._read(layer.record, self._staging(layer)).tensor, self._dtype, is_kept=True)
+            if self._staged is None or self._staged.nbytes < layer.record.nbytes:
+                self._staged = HostBuffer(layer.record.nbytes)
+            bound = layer.bind(self._read(layer.record, self._staged).tensor, self._dtype, is_kept=True)
             plain = {name: weight for name, weight in bound.items() if isinstance(weight, torch.Tensor)}
             assert len(plain) == len(bound), "all of a converted layer is plain"
             return {name: weight.to(device) for name, weight in plain.items()}
         return layer.bind(layer.record.on(device, self._read(layer.record).tensor), self._dtype, is_kept=True)
-
-    def _staging(self, layer: StoredUnit) -> HostBuffer:
-        """The buffer for a layer that is then converted; the next one reuses it."""
-        if self._staged is None or self._staged.nbytes < layer.record.nbytes:
-            self._staged = HostBuffer(layer.record.nbytes)
-        return self._staged
 
     def _read(self, record: Record, into: HostBuffer | None = None) -> HostBuffer:
         buffer = read_record(self._reader, record, into=into)

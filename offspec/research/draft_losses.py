@@ -23,13 +23,11 @@ def outcomes(logits: Tensor, labels: Tensor, log_probabilities: Tensor) -> tuple
     p = log_probabilities.float()
     if labels.shape[-1] == logits.shape[-1]:
         return p, q
-    p, q = (torch.cat((probabilities, _rest(probabilities)), dim=-1) for probabilities in (p, q))
+    p, q = (
+        torch.cat((probabilities, (1 - probabilities.exp().sum(-1, keepdim=True)).clamp(min=LEAST).log()), dim=-1)
+        for probabilities in (p, q)
+    )
     return p, q
-
-
-def _rest(log_probabilities: Tensor) -> Tensor:
-    """The logarithm [R, 1] of what is left of 1."""
-    return (1 - log_probabilities.exp().sum(-1, keepdim=True)).clamp(min=LEAST).log()
 
 
 def forward_kl(p: Tensor, q: Tensor) -> Tensor:

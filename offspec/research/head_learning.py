@@ -134,7 +134,11 @@ class HeadAligner(Aligner):
             window.said_from = window.said_from if window.num_tokens else num_before
             for place in places:
                 if not window.room:
-                    window = self._continued(window)
+                    new, shared = self._open(), len(window.tokens) // 4
+                    for row in range(len(window.tokens) - shared, len(window.tokens)):
+                        new.add(window.place(row))
+                    new.said_from = max(shared, window.said_from - len(window.tokens) + shared)
+                    window = new
                 window.add(place)
             self.count(len(places))
 
@@ -146,14 +150,6 @@ class HeadAligner(Aligner):
         self._fresh.append(window)
         del self._fresh[: -self.params.batch_windows]
         return window
-
-    def _continued(self, window: HeadWindow) -> HeadWindow:
-        """A new window, which begins with the last quarter of a full one."""
-        new, shared = self._open(), len(window.tokens) // 4
-        for row in range(len(window.tokens) - shared, len(window.tokens)):
-            new.add(window.place(row))
-        new.said_from = max(shared, window.said_from - len(window.tokens) + shared)
-        return new
 
     def _places(self, done: TargetPass, num_before: int) -> list[LearntToken]:
         """The last `num_before` places before the pass's root, the root, and the accepted nodes."""
