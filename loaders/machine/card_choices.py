@@ -45,11 +45,10 @@ def fused_rows(stored: StoredWeight, device: torch.device, dtype: torch.dtype) -
     is FIXED_ROWS. Raises what the kernel raises, such as a compiler's errors.
     """
     key = f"{stored.dtype} {stored.fused_kind} x {str(dtype).removeprefix('torch.')}"
-    file = choices_file(device)
-    rows = FIXED_ROWS if FUSED_ROWS.is_fixed else read_measured(file).get(key)
+    rows = FIXED_ROWS if FUSED_ROWS.is_fixed else read_measured(choices_file(device)).get(key)
     if type(rows) is not int or rows < 0:
         rows = measure_fused_rows(stored, device, dtype)
-        write_measured(file, {**read_measured(file), key: rows})
+        write_measured(file := choices_file(device), {**read_measured(file), key: rows})
     elif rows and not _has_fused(stored, device, dtype):
         rows = 0
     FUSED_ROWS.set(stored.dtype, stored.shape, dtype, device, rows)

@@ -28,7 +28,7 @@ from offspec.scheduler.params import SamplingParams
 from offspec.scheduler.trees.sampling import Sampler
 from offspec.scheduler.trees.token_tree import ROOT, FloatArray, IntArray, TokenTree
 from offspec.scheduler.trees.transfer import copied
-from offspec.scheduler.trees.verify import TargetPass, TargetStates, exact_walk
+from offspec.scheduler.trees.verify import TargetPass, TargetStates
 from offspec.scheduler.trees.vocabulary import Vocabulary
 
 from ..examples import examples
@@ -185,17 +185,29 @@ def estimates_of(
 
 
 def generate(
-    target: TreeModel, drafter: Drafter, sampler: Sampler, prompt: Sequence[int], num_tokens: int, rounds_ahead: int = 0
+    target: TreeModel,
+    drafter: Drafter,
+    sampler: Sampler,
+    prompt: Sequence[int],
+    num_tokens: int,
+    rounds_ahead: int = 0,
+    *,
+    proposed: list[TokenTree] | None = None,
 ) -> list[int]:
-    """The engine's loop without the engine: propose, (extend,) score, verify, commit, observe."""
+    """The engine's loop without the engine: propose, (extend,) score, verify, commit, observe.
+
+    proposed: gets the trees.
+    """
     text, end = list(prompt), len(prompt) + num_tokens
     sampler.extend(text)
     while len(text) < end:
         tree = drafter.propose(text, max_depth=end - len(text) - 1)
+        if proposed is not None:
+            proposed.append(tree)
         if drafter.wants_overlap:
             drafter.extend(count_down(rounds_ahead))
         logits = target.score(text[target.length :], tree.tokens, tree.depths, tree.parents)
-        verdict = exact_walk(tree, logits, sampler, position=len(text))
+        verdict = drafter.walk(tree, logits, sampler, len(text))
         target.keep(verdict.path)
         drafter.observe(TargetPass(text, tree, verdict, logits))
         text += verdict.tokens

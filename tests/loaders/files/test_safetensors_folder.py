@@ -393,13 +393,6 @@ def test_bad_header(tmp_path: Path, header: bytes, what: str) -> None:
         read_header(path)
 
 
-def test_header_as_deep_as_json_allows_is_still_refused_in_one_line(tmp_path: Path) -> None:
-    for depth in range(1, 1100, 7):
-        path = forge(tmp_path / "x", b'{"t": ' + b"[" * depth + b"]" * depth + b"}")
-        with refused(CheckpointError, path):
-            read_header(path)
-
-
 def test_names_cannot_break_the_line(tmp_path: Path) -> None:
     path = forge(tmp_path / "two\nlines", {"a\nb\x1b[2J" + "c" * 10_000: entry("?")})
     with refused(CheckpointError) as caught:
@@ -536,12 +529,6 @@ def caused(exc: Exception, cause: Exception) -> Exception:
 def http_error(kind: type[hub_errors.HfHubHTTPError], text: str = "404 Client Error.\nmore") -> Exception:
     # Version 0.x wants a response of requests, 1.x one of httpx, 2.x one of httpx2; all they look at is this.
     return kind(text, response=SimpleNamespace(headers={}, request=None, status_code=404))  # type: ignore[arg-type]
-
-
-def test_a_folder_is_itself(tmp_path: Path, hub: Hub) -> None:
-    calls = hub(AssertionError("no download"))
-    assert resolve(str(tmp_path)) == tmp_path
-    assert not calls
 
 
 def test_a_folder_of_the_form_of_a_hub_id_is_a_folder(

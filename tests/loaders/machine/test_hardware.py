@@ -143,10 +143,6 @@ def test_more_used_than_allowed_is_nothing_left(tree: Tree) -> None:
     assert [limit.available_bytes for limit in memory_limits(tree("0::/", V2.format(root="/"), files))] == [0]
 
 
-def test_a_system_without_control_groups(tmp_path: Path) -> None:
-    assert (memory_limits(tmp_path), cpu_quota(tmp_path)) == ([], None)
-
-
 def test_the_quota_of_processors(tree: Tree) -> None:
     files: dict[str, object] = {"app/job/cpu.max": "150000 100000", "app/cpu.max": "400000 100000"}
     quota = cpu_quota(tree("0::/app/job", V2.format(root="/"), files))
@@ -361,12 +357,6 @@ def system(folder: Path, release: str) -> Path:
     (folder / "proc/sys/kernel").mkdir(parents=True)
     (folder / "proc/sys/kernel/osrelease").write_text(release)
     return folder
-
-
-def test_wsl_is_told_by_its_kernel(tmp_path: Path) -> None:
-    assert hardware.is_wsl(system(tmp_path / "wsl", "6.6.87.2-microsoft-standard-WSL2\n"))
-    assert not hardware.is_wsl(system(tmp_path / "linux", "6.8.0-60-generic\n"))
-    assert not hardware.is_wsl(tmp_path / "other")
 
 
 def test_where_a_driver_may_spill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,9 @@ import pytest
 from offspec.research.bild import ROLLBACK, BildDrafter
 from offspec.scheduler.params import SamplingParams, SpeculationParams
 from offspec.scheduler.trees.sampling import Sampler
-from offspec.scheduler.trees.token_tree import FloatArray
-from offspec.scheduler.trees.verify import TargetPass
+from offspec.scheduler.trees.token_tree import FloatArray, TokenTree
 
+from ...scheduler import fakes
 from ...scheduler.fakes import Rule, RuleModel, noise, plain_text, random_rule, resembling
 
 SIZE, SEED, PROMPT = 4, 7, [1, 0, 2]
@@ -23,22 +23,11 @@ BILD = SpeculationParams(accept="bild", tau=0.7, beam=2, gamma=4)
 def generate(
     target: Rule, draft: Rule, params: SamplingParams, bild: SpeculationParams, num: int, final: tuple[int, ...] = ()
 ) -> tuple[list[int], list[int]]:
-    """The engine's loop without the engine: the text, and the number of drafted tokens of each pass."""
-    text, end, sampler = list(PROMPT), len(PROMPT) + num, Sampler(params, SEED, SIZE)
-    models = RuleModel(target, SIZE), RuleModel(draft, SIZE)
-    drafter = BildDrafter(models[1], sampler, bild, final)
-    sampler.extend(text)
-    lengths = []
-    while len(text) < end:
-        tree = drafter.propose(text, max_depth=end - len(text) - 1)
-        logits = models[0].score(text[models[0].length :], tree.tokens, tree.depths, tree.parents)
-        verdict = drafter.walk(tree, logits, sampler, len(text))
-        models[0].keep(verdict.path)
-        drafter.observe(TargetPass(text, tree, verdict, logits))
-        text += verdict.tokens
-        sampler.extend(verdict.tokens)
-        lengths.append(len(tree))
-    return text[len(PROMPT) :], lengths
+    """The text, and the number of drafted tokens of each pass."""
+    sampler, proposed = Sampler(params, SEED, SIZE), list[TokenTree]()
+    drafter = BildDrafter(RuleModel(draft, SIZE), sampler, bild, final)
+    text = fakes.generate(RuleModel(target, SIZE), drafter, sampler, PROMPT, num, proposed=proposed)
+    return text, [len(tree) for tree in proposed]
 
 
 def twin(target: Rule, draft: Rule, temperature: float, bild: SpeculationParams, num: int) -> list[int]:

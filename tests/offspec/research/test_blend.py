@@ -13,9 +13,9 @@ from offspec.research.blend import RULES, BlendDrafter, blended
 from offspec.scheduler.params import SamplingParams, SpeculationParams
 from offspec.scheduler.trees.sampling import Sampler
 from offspec.scheduler.trees.token_tree import FloatArray
-from offspec.scheduler.trees.verify import TargetPass
 
 from ...refusals import refused
+from ...scheduler import fakes
 from ...scheduler.fakes import Rule, RuleModel, noise, plain_text, random_rule, resembling
 
 SIZE, GAMMA, PROMPT = 3, 3, [1, 0, 2]
@@ -68,20 +68,9 @@ def test_what_the_target_excludes_stays_excluded(accept: str) -> None:
 
 
 def generate(target: Rule, draft: Rule, params: SamplingParams, speculation: SpeculationParams, num: int) -> list[int]:
-    """The engine's loop without the engine."""
-    text, end, sampler = list(PROMPT), len(PROMPT) + num, Sampler(params, 7, SIZE)
-    models = RuleModel(target, SIZE), RuleModel(draft, SIZE)
-    drafter = BlendDrafter(models[1], sampler, speculation)
-    sampler.extend(text)
-    while len(text) < end:
-        tree = drafter.propose(text, max_depth=end - len(text) - 1)
-        logits = models[0].score(text[models[0].length :], tree.tokens, tree.depths, tree.parents)
-        verdict = drafter.walk(tree, logits, sampler, len(text))
-        models[0].keep(verdict.path)
-        drafter.observe(TargetPass(text, tree, verdict, logits))
-        text += verdict.tokens
-        sampler.extend(verdict.tokens)
-    return text[len(PROMPT) :]
+    sampler = Sampler(params, 7, SIZE)
+    drafter = BlendDrafter(RuleModel(draft, SIZE), sampler, speculation)
+    return fakes.generate(RuleModel(target, SIZE), drafter, sampler, PROMPT, num)
 
 
 def twin(target: Rule, draft: Rule, temperature: float, speculation: SpeculationParams, num: int) -> list[int]:

@@ -37,13 +37,11 @@ from ...scheduler.fakes import (
     Rule,
     RuleModel,
     few,
-    generate,
     noise,
     paths,
     plain_text,
     processed,
     random_rule,
-    resembling,
     sampling_params,
     softmax,
 )
@@ -313,45 +311,6 @@ def test_no_tree_has_more_of_the_drafts_probability(
 
 
 # ------------------------------------------------------------------------------------------------ both
-
-
-@few
-@given(
-    kind=st.sampled_from(KINDS),
-    coupled=st.booleans(),
-    params=sampling_params(),
-    seed=st.integers(0, 1000),
-    budget=st.sampled_from([0, 1, 4, 16, 40]),
-    children=st.integers(1, 8),
-    max_depth=st.integers(1, 8),
-    error=st.sampled_from([0.0, 0.5, 5.0]),
-    final=st.sets(st.integers(0, VOCAB_SIZE - 1), max_size=2),
-)
-def test_text_is_plain_decodings(
-    kind: str,
-    coupled: bool,
-    params: SamplingParams,
-    seed: int,
-    budget: int,
-    children: int,
-    max_depth: int,
-    error: float,
-    final: set[int],
-) -> None:
-    sampler, draft = Sampler(params, seed, VOCAB_SIZE), RuleModel(resembling(DRAFT, 1, error), VOCAB_SIZE)
-    drafter = drafter_of(
-        kind,
-        draft,
-        sampler=sampler,
-        final=final,
-        coupled=coupled,
-        threshold=0.05,
-        budget=budget,
-        children=children,
-        max_depth=max_depth,
-    )
-    text = generate(RuleModel(DRAFT, VOCAB_SIZE), drafter, sampler, PROMPT, 20)
-    assert text == plain_text(DRAFT, params, seed, PROMPT, 20)
 
 
 @each_kind

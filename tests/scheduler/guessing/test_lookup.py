@@ -34,6 +34,7 @@ from ..fakes import (
     build_index,
     estimates_of,
     few,
+    generate,
     many,
     paths,
     plain_text,
@@ -73,20 +74,8 @@ def decode(
     rule: Rule, guessers: Sequence[Guesser], sampler: Sampler, prompt: list[int], num_tokens: int, budget: int = 24
 ) -> tuple[list[int], list[TokenTree]]:
     """The engine's loop with guessers alone: the text, and every tree that was proposed."""
-    target = RuleModel(rule, VOCAB_SIZE)
-    drafter = sole_drafter(guessers, sampler, SpeculationParams(budget=budget))
-    text, proposed, end = list(prompt), list[TokenTree](), len(prompt) + num_tokens
-    sampler.extend(text)
-    while len(text) < end:
-        tree = drafter.propose(text, max_depth=end - len(text) - 1)
-        logits = target.score(text[target.length :], tree.tokens, tree.depths, tree.parents)
-        verdict = exact_walk(tree, logits, sampler, position=len(text))
-        target.keep(verdict.path)
-        drafter.observe(TargetPass(text, tree, verdict, logits))
-        text += verdict.tokens
-        sampler.extend(verdict.tokens)
-        proposed.append(tree)
-    return text[len(prompt) :], proposed
+    drafter, trees = sole_drafter(guessers, sampler, SpeculationParams(budget=budget)), list[TokenTree]()
+    return generate(RuleModel(rule, VOCAB_SIZE), drafter, sampler, prompt, num_tokens, proposed=trees), trees
 
 
 CORPUS = np.array([0, 1, 2, 3, NO_TOKEN, 5, 1, 2, 4, 1, 2, 3, 9], dtype=np.int32)
