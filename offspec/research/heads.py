@@ -163,11 +163,14 @@ class HeadStudent(Student):
 
     def forward(self, batch: Shard) -> Tensor:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self._in_bf16):
-            losses, more_loss = list[Tensor](), self._beginning.more_loss
-            for made, wanted in self.unrolled(batch):
-                loss = cross_entropy(self.head, made.states, wanted)
-                losses.append(loss if more_loss is None else loss + more_loss(made, wanted))
-            return weighted(losses)
+            return self._loss(batch)
+
+    def _loss(self, batch: Shard) -> Tensor:
+        losses, more_loss = list[Tensor](), self._beginning.more_loss
+        for made, wanted in self.unrolled(batch):
+            loss = cross_entropy(self.head, made.states, wanted)
+            losses.append(loss if more_loss is None else loss + more_loss(made, wanted))
+        return weighted(losses)
 
     @torch.no_grad()
     def agreements(self, shard: Shard) -> list[float]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -117,18 +119,14 @@ def test_panels_of_an_odd_number_of_small_blocks(name: str) -> None:
 @pytest.mark.slow
 @needs_kernels
 @pytest.mark.parametrize("name", ["Q4_K", "Q8_0"])
-def test_threads_change_no_bit(name: str) -> None:
-    threads, rows = torch.get_num_threads(), blocks(name, 1500, 512)
-    product, unpack = product_of(name), Unpacker(encoding_of(name), torch.bfloat16)
+def test_threads_change_no_bit(name: str, set_threads: Callable[[int], None]) -> None:
+    rows, product, unpack = blocks(name, 1500, 512), product_of(name), Unpacker(encoding_of(name), torch.bfloat16)
     found = []
-    try:
-        for num_threads in (1, 3):
-            torch.set_num_threads(num_threads)
-            out = torch.empty(1500, 512, dtype=torch.bfloat16)
-            unpack([rows], out)
-            found.append((out, *(product(noise(num_rows, 512), [rows], 1500) for num_rows in (1, 40))))
-    finally:
-        torch.set_num_threads(threads)
+    for num_threads in (1, 3):
+        set_threads(num_threads)
+        out = torch.empty(1500, 512, dtype=torch.bfloat16)
+        unpack([rows], out)
+        found.append((out, *(product(noise(num_rows, 512), [rows], 1500) for num_rows in (1, 40))))
     assert all(torch.equal(alone, shared) for alone, shared in zip(*found, strict=True))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -24,12 +24,10 @@ EXACT_ROWS = backend_of(CPU, EXACT)
 
 
 @pytest.fixture(params=[1, 3], autouse=True)
-def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
+def num_threads(request: pytest.FixtureRequest, set_threads: Callable[[int], None]) -> Iterator[None]:
+    set_threads(request.param)
     with torch.inference_mode():
-        yield request.param
-    torch.set_num_threads(before)
+        yield
 
 
 def noise(*shape: int, seed: int = 0) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -19,11 +19,8 @@ HEADS, KEY_SIZE, VALUE_SIZE = 6, 24, 64
 
 
 @pytest.fixture(params=[1, 2])
-def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
+def num_threads(request: pytest.FixtureRequest, set_threads: Callable[[int], None]) -> None:
+    set_threads(request.param)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -58,7 +55,7 @@ def random_rows(num_rows: int, corrects: bool) -> StepRows:
 
 @needs_kernels
 @pytest.mark.parametrize("corrects", [False, True])
-def test_vectors_and_threads_change_no_bit(corrects: bool, num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vectors_and_threads_change_no_bit(corrects: bool, num_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state_steps, "LEAST_NUMBERS", 1)
     state, results = torch.randn(HEADS, KEY_SIZE, VALUE_SIZE, generator=torch.Generator().manual_seed(1)), []
     for most in (4, 8, 16, 64):  # numbers of a vector

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -23,11 +23,8 @@ LEAST = 2.0**-126  # the smallest normal number
 
 
 @pytest.fixture(params=[1, 3], autouse=True)
-def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
+def num_threads(request: pytest.FixtureRequest, set_threads: Callable[[int], None]) -> None:
+    set_threads(request.param)
 
 
 def chains(matrix: Tensor, x: Tensor) -> Tensor:

@@ -11,7 +11,6 @@ from offspec.backends.weights import ALIGNMENT
 from offspec.loaders.files.checkpoint import DTYPE_BYTES, TensorInfo
 from offspec.loaders.files.readers import BLOCK_BYTES, READ_BYTES, HostBuffer
 from offspec.loaders.files.records import MAX_GAP_BYTES, Record
-from offspec.loaders.streaming.stream import read_record
 
 from ...examples import examples
 from ..fakes import FakeReader
@@ -119,11 +118,3 @@ def test_a_long_extent_is_read_in_pieces() -> None:
     record = Record.of([info("a", 4096, 2 * READ_BYTES + 5)])
     assert [piece.nbytes for piece in record.reads] == [READ_BYTES, READ_BYTES, BLOCK_BYTES]
     assert [piece.least for piece in record.reads] == [READ_BYTES, READ_BYTES, 5]
-
-
-def test_read_record_reads_into_memory_of_its_own(tmp_path: Path) -> None:
-    content = random.Random(0).randbytes(20000)
-    record = Record.of([info("a", 10, 100), info("b", 9000, 11000)])
-    parts = record.parts(read_record(FakeReader({FILES[0]: content}), record).tensor)
-    assert parts["a"].numpy().tobytes() == content[10:110]
-    assert torch.equal(parts["b"], torch.frombuffer(bytearray(content[9000:]), dtype=torch.uint8))

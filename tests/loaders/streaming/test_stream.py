@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,7 +14,7 @@ from offspec.errors import CheckpointError
 from offspec.loaders.files.checkpoint import TensorInfo
 from offspec.loaders.files.readers import READ_BYTES, HostBuffer
 from offspec.loaders.files.records import Record
-from offspec.loaders.streaming.stream import DiskFiller, HostSlot, PlainStream, Ring
+from offspec.loaders.streaming.stream import DiskFiller, HostSlot, Ring
 
 from ...examples import examples
 from ...refusals import refused
@@ -76,13 +75,6 @@ def test_any_order_of_asking_gives_the_right_bytes(asked: list[int], num_slots: 
     setup = Setup(num_slots=num_slots)
     assert [setup.take(layer) for layer in asked] == [setup.expected(layer) for layer in asked]
     setup.ring.close()
-
-
-def test_the_ring_agrees_with_its_plain_twin(setup: Setup) -> None:
-    plain = PlainStream(setup.records, setup.reader, torch.device("cpu"))
-    for layer in [0, 1, 2, 3, 4, 0, 1]:
-        with plain.lend(layer) as buffer:
-            assert setup.records[layer].parts(buffer)[f"layer{layer}"].numpy().tobytes() == setup.take(layer)
 
 
 def test_the_next_pass_is_read_while_nobody_asks(setup: Setup) -> None:

@@ -35,6 +35,7 @@ from ...fakes import LendingWeights
 from ...pair import build_pair, scale_weights, variant
 from ...refusals import refused
 from ...scheduler.fakes import build_tree
+from .interruptions import Stop, stop_at
 
 NUM_LAYERS, EXIT = 4, 2
 SMALL = DistillParams(steps=24, num_texts=32, text_tokens=7, batch_texts=4, num_labels=8, learning_rate=3e-3)
@@ -60,18 +61,6 @@ def engine(folder: Path) -> Iterator[Engine]:
 
 def train(engine: Engine, files: ModelFiles, out: Path, params: DistillParams = SMALL, **more: Any) -> Distilled:
     return distill(Teacher(engine.target, files, engine.tokenizer), EXIT, params, out=out, **more)
-
-
-class Stop(Exception):  # noqa: N818 - it stands for Ctrl-C
-    pass
-
-
-def stop_at(wanted: str, at: int) -> Any:
-    def progress(what: str, done: int, total: int) -> None:
-        if what == wanted and done == at:
-            raise Stop
-
-    return progress
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,7 @@ from offspec.research.target_texts import SHARD_TEXTS, Shards
 from ...fakes import LendingWeights
 from ...pair import Pair, variant
 from ...refusals import refused
+from .interruptions import Stop, stop_at
 
 ROOT = Path(__file__).parents[3]
 SMALL = DraftParams(steps=24, num_texts=48, text_tokens=12, num_labels=8, learning_rate=3e-3)
@@ -66,18 +67,6 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
 def same(one: Path, other: Path) -> bool:
     found, expected = weights(one), weights(other)
     return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
-
-
-class Stop(Exception):  # noqa: N818 - it stands for Ctrl-C
-    pass
-
-
-def stop_at(wanted: str, at: int) -> Any:
-    def progress(what: str, done: int, total: int) -> None:
-        if what == wanted and done == at:
-            raise Stop
-
-    return progress
 
 
 def test_training_brings_the_draft_nearer_to_the_target(done: DistilledDraft) -> None:

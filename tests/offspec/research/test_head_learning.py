@@ -17,7 +17,7 @@ from offspec.research.head_structures import structure_of
 from offspec.research.online import AlignmentParams
 from offspec.research.target_texts import Forest
 
-from ...pair import Pair, build_pair
+from ...pair import Pair
 
 KINDS = ("eagle3", "medusa", "hydra", "recurrent", "mlp", "clover", "koala", "amphista", "clover2", "fspad")
 DAILY = ("eagle3", "recurrent")  # that reads the text, and that has a state of its own
@@ -28,13 +28,8 @@ NUM_LAYERS = 4
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return build_pair(tmp_path_factory.mktemp("pair"), num_layers=NUM_LAYERS)
-
-
-@pytest.fixture(scope="module")
-def plain(pair: Pair) -> Iterator[Engine]:
-    with Engine.load(str(pair.target), draft="none", device="cpu", dtype="fp32") as engine:
+def plain(deep_pair: Pair) -> Iterator[Engine]:
+    with Engine.load(str(deep_pair.target), draft="none", device="cpu", dtype="fp32") as engine:
         yield engine
 
 
@@ -60,12 +55,12 @@ def ids_of(engine: Engine, speculation: SpeculationParams) -> list[int]:
     "kind", [pytest.param(kind, marks=() if kind in DAILY else pytest.mark.nightly) for kind in KINDS]
 )
 def test_it_learns_from_its_own_texts(
-    kind: str, pair: Pair, plain: Engine, expected: list[int], tmp_path: Path
+    kind: str, deep_pair: Pair, plain: Engine, expected: list[int], tmp_path: Path
 ) -> None:
     """The loss on the same text falls, the text stays plain decoding's, and the file has what was learnt."""
     head, file = head_of(kind, plain, tmp_path), tmp_path / "learnt.safetensors"
     loading = {"draft": str(head), "device": "cpu", "dtype": "fp32"}
-    with Engine.load(str(pair.target), learn=True, learn_file=file, **loading) as engine:
+    with Engine.load(str(deep_pair.target), learn=True, learn_file=file, **loading) as engine:
         aligner, losses = engine.aligner, list[float]()
         assert isinstance(aligner, HeadAligner)
         for is_last in (False, True):
@@ -78,21 +73,21 @@ def test_it_learns_from_its_own_texts(
         assert losses[1] < losses[0]
         aligner.adapter.merge()
         aligner.adapter.save(file)
-    with Engine.load(str(pair.target), learn_file=file, **loading) as learnt:
+    with Engine.load(str(deep_pair.target), learn_file=file, **loading) as learnt:
         assert ids_of(learnt, DRAFTED) == expected
         assert learnt.aligner is not None
         for name, tensor in aligner.adapter.merged.items():
             torch.testing.assert_close(learnt.aligner.adapter.merged[name], tensor)
     other = head_of("recurrent" if kind != "recurrent" else "medusa", plain, tmp_path / "other")
     with pytest.raises(UsageError, match="another draft"):
-        Engine.load(str(pair.target), **{**loading, "draft": str(other)}, learn_file=file)
+        Engine.load(str(deep_pair.target), **{**loading, "draft": str(other)}, learn_file=file)
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "medusa"])
-def test_places_have_the_targets_states(kind: str, pair: Pair, plain: Engine, tmp_path: Path) -> None:
+def test_places_have_the_targets_states(kind: str, deep_pair: Pair, plain: Engine, tmp_path: Path) -> None:
     """Prompt and answer are recorded as the shards of `distill` have them, whatever passes they came in."""
     head = head_of(kind, plain, tmp_path)
-    with Engine.load(str(pair.target), draft=str(head), device="cpu", dtype="fp32", learn=True) as engine:
+    with Engine.load(str(deep_pair.target), draft=str(head), device="cpu", dtype="fp32", learn=True) as engine:
         found = ids_of(engine, DRAFTED)
         aligner, prompt = engine.aligner, plain.encode(PROMPT)
     assert isinstance(aligner, HeadAligner)
@@ -112,11 +107,11 @@ def test_places_have_the_targets_states(kind: str, pair: Pair, plain: Engine, tm
 
 @pytest.mark.slow
 def test_a_long_text_fills_several_windows(
-    pair: Pair, plain: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    deep_pair: Pair, plain: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("offspec.research.head_learning.HEAD_PARAMS", AlignmentParams(window_tokens=64))
     head, prompt = head_of("eagle3", plain, tmp_path), [*range(20, 110)]
-    with Engine.load(str(pair.target), draft=str(head), device="cpu", learn=True) as engine:
+    with Engine.load(str(deep_pair.target), draft=str(head), device="cpu", learn=True) as engine:
         steps = list(engine.generate(prompt, SamplingParams(20, ignore_eos=True), DRAFTED))
         assert engine.aligner is not None
         first, second, *_ = engine.aligner.windows

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,8 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from offspec import Engine
-from offspec.checkpoints.opening import ModelFiles
 from offspec.model.block import PassRows
 from offspec.model.heads.head import Advanced, Inputs
 from offspec.model.heads.text import HeadText
@@ -21,16 +18,8 @@ from offspec.research.head_structures import structure_of
 from offspec.research.heads import HeadStudent
 
 from ...fakes import FAMILIES, build
-from ...pair import build_pair
 from ..model.heads.test_kinds_of_head import told
 from .test_heads import batch_of
-
-
-@pytest.fixture(scope="module")
-def teacher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Teacher]:
-    folder = build_pair(tmp_path_factory.mktemp("pair"), num_layers=4).target
-    with Engine.load(str(folder), draft="none", device="cpu", dtype="fp32") as engine:
-        yield Teacher(engine.target, ModelFiles.open(folder, "fp32", "cpu", []), engine.tokenizer)
 
 
 @pytest.mark.parametrize(

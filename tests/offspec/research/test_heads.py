@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import torch
 from safetensors.torch import load_file
 
 from offspec import Engine, SamplingParams, SpeculationParams
-from offspec.checkpoints.opening import ModelFiles
 from offspec.errors import CheckpointError, NumericalError, UsageError
 from offspec.model.heads.text import HeadText
 from offspec.research.distill_params import HEADS, HeadParams
@@ -26,23 +24,13 @@ from ...fakes import FAMILIES, build
 from ...pair import Pair, build_pair
 from ...refusals import refused
 from ..model.heads.test_kinds_of_head import told
+from .interruptions import Stop, stop_at
 
 PARAMS = HeadParams(steps=6, num_texts=16, text_tokens=12, batch_texts=8, num_labels=16)
 # Has a state of its own, guesses a block. One that reads the text is trained by `test_a_head_of_few_tokens`, and a
 # layer of the target's kind by `test_hybrid_drafts`.
 DAILY = ("recurrent", "dflash")
 GREEDY = SamplingParams(10, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return build_pair(tmp_path_factory.mktemp("pair"), num_layers=4)
-
-
-@pytest.fixture(scope="module")
-def teacher(pair: Pair) -> Iterator[Teacher]:
-    with Engine.load(str(pair.target), draft="none", device="cpu", dtype="fp32") as engine:
-        yield Teacher(engine.target, ModelFiles.open(pair.target, "fp32", "cpu", []), engine.tokenizer)
 
 
 def test_a_kind_that_nobody_knows_is_refused() -> None:
@@ -75,21 +63,15 @@ def test_training_computes_what_drafting_computes(kind: str, teacher: Teacher) -
         torch.testing.assert_close(states[0], unrolled[step][1, 3], atol=1e-4, rtol=1e-4)
 
 
-class StopError(Exception):
-    """The run is interrupted."""
-
-
 @pytest.mark.slow
 def test_a_resumed_run_is_the_same_to_the_bit(teacher: Teacher, tmp_path: Path) -> None:
     """With a head that has little to train; nightly, killed, with one that reads states."""
     kind, whole = "medusa", distill_head(teacher, "medusa", PARAMS, out=tmp_path / "whole")
 
-    def stop(what: str, done: int, total: int) -> None:
-        if what == "training steps" and done == 4:
-            raise StopError
-
-    with pytest.raises(StopError):
-        distill_head(teacher, kind, PARAMS, out=tmp_path / "parts", progress=stop, checkpoint_every_s=0)
+    with pytest.raises(Stop):
+        distill_head(
+            teacher, kind, PARAMS, out=tmp_path / "parts", progress=stop_at("training steps", 4), checkpoint_every_s=0
+        )
     with pytest.raises(UsageError, match="interrupted"):
         distill_head(teacher, kind, PARAMS, out=tmp_path / "parts")
     parts = distill_head(teacher, kind, PARAMS, out=tmp_path / "parts", resume=True)
@@ -126,12 +108,12 @@ def assert_drafts(pair: Pair, head: Path) -> None:
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=() if kind in DAILY else pytest.mark.nightly) for kind in HEADS]
 )
-def test_a_trained_head_drafts(kind: str, teacher: Teacher, pair: Pair, tmp_path: Path) -> None:
+def test_a_trained_head_drafts(kind: str, teacher: Teacher, deep_pair: Pair, tmp_path: Path) -> None:
     """Its loss has fallen, its folder is that of its kind, and the text is plain decoding's."""
     done = distill_head(teacher, kind, PARAMS, out=tmp_path / kind)
     assert len(done.agreement) == min(structure_of(kind)(teacher.target, 0).steps, PARAMS.text_tokens - 2)
     assert [len(prompt) for prompt in done.prompts] == [6] * 4
-    assert_drafts(pair, done.path)
+    assert_drafts(deep_pair, done.path)
     with pytest.raises(UsageError, match="exists already"):
         distill_head(teacher, kind, PARAMS, out=done.path)
 
@@ -155,11 +137,13 @@ def test_a_training_that_diverges_writes_no_head(teacher: Teacher, tmp_path: Pat
     assert not (tmp_path / "out").exists()
 
 
-def test_a_head_that_is_not_trained_yet_is_told(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_that_is_not_trained_yet_is_told(
+    deep_pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     for name, said in (("head:medusa", "distill MODEL --head medusa"), ("head:none", "distill MODEL --head none")):
         with pytest.raises(UsageError, match=said):
-            Engine.load(str(pair.target), draft=name, device="cpu", dtype="fp32")
+            Engine.load(str(deep_pair.target), draft=name, device="cpu", dtype="fp32")
 
 
 @pytest.mark.slow
@@ -174,7 +158,7 @@ def test_a_head_belongs_to_its_target(teacher: Teacher, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_head_of_few_tokens(teacher: Teacher, pair: Pair, tmp_path: Path) -> None:
+def test_a_head_of_few_tokens(teacher: Teacher, deep_pair: Pair, tmp_path: Path) -> None:
     """It has columns for the tokens that the target says most, and drafts with them."""
     params = replace(PARAMS, head_tokens=40, steps=2)
     done = distill_head(teacher, "eagle3", params, out=tmp_path / "few")
@@ -182,7 +166,7 @@ def test_a_head_of_few_tokens(teacher: Teacher, pair: Pair, tmp_path: Path) -> N
     columns = tensors["d2t"] + torch.arange(40)
     assert len(tensors["lm_head.weight"]) == 40
     assert torch.equal(torch.nonzero(tensors["t2d"])[:, 0], columns)
-    assert_drafts(pair, done.path)
+    assert_drafts(deep_pair, done.path)
     with pytest.raises(UsageError, match="all tokens"):
         distill_head(teacher, "medusa", params, out=tmp_path / "other")
 

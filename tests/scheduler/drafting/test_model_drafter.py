@@ -32,7 +32,6 @@ from ..fakes import (
     TimedModel,
     VirtualClock,
     assert_well_formed,
-    count_down,
     estimates_of,
     few,
     generate,
@@ -409,21 +408,6 @@ def test_where_there_is_no_model_nobody_knows_better() -> None:
         tree = drafter.propose(PROMPT, 4)
         drafter.observe(TargetPass(PROMPT, tree, Verdict([], [int(DRAFT(tuple(PROMPT)).argmax())]), NO_LOGITS))
     assert len(tree) == calibration.of(greedy=True).guesser_trust.value == 1
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize("num_rounds", [0, 1, 5])
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED])
-def test_drafting_beside_the_pass_ends_with_it(params: SamplingParams, num_rounds: int) -> None:
-    """The round under way when the pass ends is the last one, though there is more to draft."""
-    model = RuleModel(DRAFT, VOCAB_SIZE)
-    drafter = drafter_of(model, params, budget=4)
-    drafter.propose(PROMPT, 99)
-    last = len(model.batches) + num_rounds
-    drafter.extend(lambda: len(model.batches) >= last)
-    assert len(model.batches) == last
-    drafter.extend(count_down(1))
-    assert len(model.batches) == last + 1
 
 
 @pytest.mark.each_value

@@ -16,15 +16,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from offspec.scheduler.drafting.drafter import DraftRequest
-from offspec.scheduler.drafting.model_drafter import ModelDrafter
-from offspec.scheduler.params import SamplingParams, SpeculationParams
+from offspec.scheduler.params import SamplingParams
 from offspec.scheduler.trees import sampling
 from offspec.scheduler.trees.sampling import Sampler
 from offspec.scheduler.trees.token_tree import FloatArray, TokenTree
 from offspec.scheduler.trees.verify import exact_walk
 
-from ..fakes import Rule, RuleModel, build_tree, estimates_of, generate, paths, processed, softmax
+from ..fakes import Rule, build_tree, paths, processed, softmax
 
 VOCAB_SIZE, LENGTH = 8, 3
 TOKENS_PER_TEXT = 300  # a hundred continuations of three tokens with one seed
@@ -137,14 +135,3 @@ def test_frequencies_are_those_of_the_target(params: SamplingParams, num_texts: 
     assert p_value(counts, expected(DRAFT, lambda logits: processed(logits, params))) < 1e-9
     assert p_value(counts, expected(TARGET, lambda logits: processed(logits / heat, params))) < 1e-9
     assert p_value(counts, expected(TARGET, lambda logits: without_the_head(logits / params.temperature, 0.9))) < 1e-9
-
-
-@pytest.mark.slow
-@each_way
-def test_a_drafter_that_sees_the_noise_changes_no_token(params: SamplingParams) -> None:
-    """So the frequencies above are those of trees that a model drafts, too."""
-    speculation, estimates = SpeculationParams(budget=12, width=6, children=4, max_depth=4), estimates_of()
-    sampler = Sampler(params, 0, VOCAB_SIZE)
-    drafter = ModelDrafter(RuleModel(DRAFT, VOCAB_SIZE), DraftRequest(sampler), speculation, estimates)
-    text = generate(RuleModel(TARGET, VOCAB_SIZE), drafter, sampler, PROMPT, TOKENS_PER_TEXT)
-    assert text == sampled_text(params, 0)

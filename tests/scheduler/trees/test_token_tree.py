@@ -6,11 +6,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offspec.scheduler.drafting.candidate_tree import CandidateTree
-from offspec.scheduler.pace.calibration import UNIT
 from offspec.scheduler.trees.token_tree import ROOT, TokenTree, ancestor_mask, node_paths, trimmed
 
-from ..fakes import build_tree, many, paths, trees
+from ..fakes import many, paths, trees
 
 
 @many
@@ -44,10 +42,6 @@ def test_child_is_found_by_its_token(tree: TokenTree) -> None:
 def test_path_leads_from_the_root_to_the_node(tree: TokenTree) -> None:
     assert [tuple(tree.tokens[tree.path(node)]) for node in range(len(tree))] == paths(tree)
     assert [len(tree.path(node)) for node in range(len(tree))] == tree.depths.tolist()
-
-
-def test_mask_of_a_long_chain() -> None:
-    np.testing.assert_array_equal(ancestor_mask(build_tree([range(300)]).parents), np.tri(300, dtype=bool))
 
 
 def test_empty_tree() -> None:
@@ -85,16 +79,3 @@ def assert_best_of(tree: TokenTree, everything: dict[tuple[int, ...], float], bu
 @given(tree=scored_trees(), budget=st.integers(0, 12))
 def test_trimmed_keeps_the_best_and_keeps_a_tree(tree: TokenTree, budget: int) -> None:
     assert_best_of(trimmed(tree, budget), scores_of(tree), budget)
-
-
-@many
-@given(guesses=st.lists(scored_trees(), max_size=3), budget=st.integers(0, 20))
-def test_guesses_are_merged_with_the_highest_scores(guesses: list[TokenTree], budget: int) -> None:
-    union: dict[tuple[int, ...], float] = {}
-    for tree in guesses:
-        for path, score in scores_of(tree).items():
-            union[path] = max(union.get(path, score), score)
-    candidates = CandidateTree()
-    for tree in guesses:
-        candidates.add_guesses(tree, UNIT)
-    assert_best_of(candidates.tree(candidates.best(budget, max_depth=9)), union, budget)

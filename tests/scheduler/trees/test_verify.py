@@ -67,13 +67,6 @@ def test_walk_is_plain_decoding(guesses: TokenTree, num_right: int, params: Samp
     assert tree.child(end, verdict.tokens[-1]) is None
 
 
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED])
-def test_walk_of_an_empty_tree_is_one_token(params: SamplingParams) -> None:
-    verdict = exact_walk(TokenTree.empty(), scored(TokenTree.empty()), sampler_at_prompt(params), len(PROMPT))
-    assert verdict.path == []
-    assert verdict.tokens == plain_text(TARGET, params, 0, PROMPT, 1)
-
-
 def test_only_logits_on_the_walk_are_looked_at() -> None:
     right = plain_text(TARGET, SAMPLED, 0, PROMPT, 3)
     tree = build_tree([right[:2], [(right[0] + 1) % VOCAB_SIZE, 0]])

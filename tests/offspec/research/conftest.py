@@ -1,0 +1,24 @@
+"""A pair deep enough for heads that read several layers, and its target as a teacher."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from offspec import Engine
+from offspec.checkpoints.opening import ModelFiles
+from offspec.research.distillation import Teacher
+
+from ...pair import Pair, build_pair
+
+
+@pytest.fixture(scope="session")
+def deep_pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return build_pair(tmp_path_factory.mktemp("deep"), num_layers=4)
+
+
+@pytest.fixture(scope="module")
+def teacher(deep_pair: Pair) -> Iterator[Teacher]:
+    with Engine.load(str(deep_pair.target), draft="none", device="cpu", dtype="fp32") as engine:
+        yield Teacher(engine.target, ModelFiles.open(deep_pair.target, "fp32", "cpu", []), engine.tokenizer)
