@@ -156,12 +156,8 @@ class Float16(Encoding):
         n = self.lanes
         for first in range(0, self.step, n):
             place = e.address(row[0], e.op(f"add i64 {column}, {first}"), "i16")
-            if self.has_bf16:
-                halves = e.op(f"load <{n} x i16>, ptr {place}, align 1")
-                yield first, of_bf16_bits(e, halves, n)
-            else:
-                halves = e.op(f"load <{n} x half>, ptr {place}, align 1")
-                yield first, e.op(f"fpext <{n} x half> {halves} to {self.vector}")
+            item = "i16" if self.has_bf16 else "half"
+            yield first, of_items(e, e.op(f"load <{n} x {item}>, ptr {place}, align 1"), item, n)
 
     def bf16_vectors(self, e: Emitter, parts: Sequence[str], row: Row, column: str) -> Vectors:
         for first in range(0, self.step, 16):
@@ -372,6 +368,23 @@ def constant(value: float) -> str:
     """An fp32 constant: LLVM writes the bits of the double that equals it."""
     (single,) = struct.unpack("<f", struct.pack("<f", value))
     return f"0x{struct.unpack('<Q', struct.pack('<d', single))[0]:016X}"
+
+
+ITEMS = {torch.bfloat16: "i16", torch.float16: "half", torch.float32: "float"}  # what is loaded of a dtype's numbers
+
+
+def of_items(e: Emitter, numbers: str, item: str, count: int) -> str:
+    """Numbers as one of ITEMS, in fp32."""
+    if item == "i16":
+        return of_bf16_bits(e, numbers, count)
+    return numbers if item == "float" else e.op(f"fpext <{count} x half> {numbers} to <{count} x float>")
+
+
+def stored(e: Emitter, numbers: str, item: str, count: int) -> str:
+    """Numbers fp32 rounded to those of one of ITEMS, with the type that is stored before them."""
+    if item == "float":
+        return f"<{count} x float> {numbers}"
+    return f"<{count} x i16> {(bf16_bits if item == 'i16' else fp16_bits)(e, numbers, count)}"
 
 
 def of_bf16_bits(e: Emitter, bits: str, count: int) -> str:

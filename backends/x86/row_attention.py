@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from .compiler import Emitter, Kernel, run_on_threads
-from .encodings import constant, of_bf16_bits, splat, transposed
+from .encodings import constant, of_items, splat, transposed
 from .loops import counted, taken
 from .powers import at_least, at_most, of_all, power_of_e
 from .processor import num_lanes, per_processor
@@ -429,11 +429,7 @@ class RowAttention(Kernel):
             operands = f"ptr {place}, i32 2, <{n} x i1> <{mask}>, {kind} zeroinitializer"
             name = {"i16": "i16", "half": "f16", "float": "f32"}[self.item]
             loaded = e.op(f"call {kind} @llvm.masked.load.v{n}{name}.p0({operands})")
-        if self.kind == "fp32":
-            return loaded
-        if self.kind == "fp16":
-            return e.op(f"fpext {kind} {loaded} to {self.vector}")
-        return of_bf16_bits(e, loaded, n)
+        return of_items(e, loaded, self.item, n)
 
     # ---------------------------------------------------------------------------------------- queries and a block
 
@@ -481,13 +477,13 @@ class RowAttention(Kernel):
             e.address(self._in_scratch(e, place), query, "float") for place in (self.places.most, self.places.sums)
         )
         before = e.op(f"load float, ptr {most_place}, align 4")
-        most = self._largest(e, [*scores, splat(e, before, self.lanes)])
+        most = self._over_lanes(e, [*scores, splat(e, before, self.lanes)], self._greater)
         all_most = splat(e, most, self.lanes)
         powers = [power_of_e(e, e.op(f"fsub {self.vector} {score}, {all_most}"), self.lanes) for score in scores]
         difference = e.op(f"fsub float {before}, {most}")
         shrunk_all = power_of_e(e, splat(e, difference, self.lanes), self.lanes)
         shrunk = e.op(f"extractelement {self.vector} {shrunk_all}, i64 0")
-        total = self._sum(e, powers)
+        total = self._over_lanes(e, powers, lambda e, one, other: e.op(f"fadd {self.vector} {one}, {other}"))
         kept = e.op(f"fmul float {e.op(f'load float, ptr {sum_place}, align 4')}, {shrunk}")
         e.do(f"store float {e.op(f'fadd float {kept}, {total}')}, ptr {sum_place}, align 4")
         e.do(f"store float {most}, ptr {most_place}, align 4")
@@ -520,29 +516,19 @@ class RowAttention(Kernel):
         part = e.op(f"fdiv {self.vector} {of_all(-2.0 * self.cap)}, {above}")
         return e.op(f"fadd {self.vector} {part}, {of_all(self.cap)}")
 
-    def _largest(self, e: Emitter, vectors: Sequence[str]) -> str:
-        largest, n = vectors[0], self.lanes
+    def _over_lanes(self, e: Emitter, vectors: Sequence[str], joined: Callable[[Emitter, str, str], str]) -> str:
+        """All numbers of some vectors as one."""
+        total, n, distance = vectors[0], self.lanes, self.lanes // 2
         for other in vectors[1:]:
-            largest = self._greater(e, largest, other)
-        distance = n // 2
+            total = joined(e, total, other)
         while distance:
-            other = e.shuffle(self.vector, [(i + distance) % n for i in range(n)], largest)
-            largest, distance = self._greater(e, largest, other), distance // 2
-        return e.op(f"extractelement {self.vector} {largest}, i64 0")
+            other = e.shuffle(self.vector, [(i + distance) % n for i in range(n)], total)
+            total, distance = joined(e, total, other), distance // 2
+        return e.op(f"extractelement {self.vector} {total}, i64 0")
 
     def _greater(self, e: Emitter, one: str, other: str) -> str:
         is_greater = e.op(f"fcmp ogt {self.vector} {one}, {other}")
         return e.op(f"select <{self.lanes} x i1> {is_greater}, {self.vector} {one}, {self.vector} {other}")
-
-    def _sum(self, e: Emitter, vectors: Sequence[str]) -> str:
-        total, n = vectors[0], self.lanes
-        for other in vectors[1:]:
-            total = e.op(f"fadd {self.vector} {total}, {other}")
-        distance = n // 2
-        while distance:
-            other = e.shuffle(self.vector, [(i + distance) % n for i in range(n)], total)
-            total, distance = e.op(f"fadd {self.vector} {total}, {other}"), distance // 2
-        return e.op(f"extractelement {self.vector} {total}, i64 0")
 
     def _add_values(self, e: Emitter, count: int, weights: str, shrinkage: str) -> None:
         """Shrink the results of the queries, and add values times weights to them."""

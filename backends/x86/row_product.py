@@ -465,7 +465,12 @@ def _bytes_of(e: Emitter, encoding: Encoding, num_weights: str) -> str:
 def _step(e: Emitter, factors: Factors, weights: Sequence[Vectors], xs: Sequence[str], *, is_row_by_row: bool) -> None:
     """One step along K: what is added to each sum. weights: of each row of the matrix."""
     new: dict[tuple[int, int], str] = {}
-    for outputs, vectors in _in_turn(weights, is_row_by_row=is_row_by_row and len(xs) == 1):
+    in_turn: Iterator[tuple[Sequence[int], Sequence[tuple[int, str]]]]  # rows of the matrix, and a vector of each
+    if is_row_by_row and len(xs) == 1:
+        in_turn = (([j], [vector]) for j, vectors in enumerate(weights) for vector in vectors)
+    else:
+        in_turn = ((range(len(weights)), vectors) for vectors in zip(*weights, strict=True))
+    for outputs, vectors in in_turn:
         place = e.op(f"add i64 %column, {vectors[0][0]}")
         for i, x in enumerate(xs):
             factor = e.op(f"load {factors.vector}, ptr {e.address(x, place, factors.item)}, align 2")
@@ -473,17 +478,6 @@ def _step(e: Emitter, factors: Factors, weights: Sequence[Vectors], xs: Sequence
                 new[i, j] = factors.added(e, new.get((i, j), f"%sum{i}_{j}"), weight, factor)
     for (i, j), value in new.items():
         e.do(f"%new{i}_{j} = bitcast {factors.sums} {value} to {factors.sums}")
-
-
-def _in_turn(
-    weights: Sequence[Vectors], *, is_row_by_row: bool
-) -> Iterator[tuple[Sequence[int], Sequence[tuple[int, str]]]]:
-    """Rows of the matrix, and a vector of each: of all rows, or of one row after another."""
-    if not is_row_by_row:
-        yield from ((range(len(weights)), vectors) for vectors in zip(*weights, strict=True))
-        return
-    for j, vectors in enumerate(weights):
-        yield from (([j], [vector]) for vector in vectors)
 
 
 def unpack_text(encoding: Encoding, factors: Factors, stride: int) -> str:

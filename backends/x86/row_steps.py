@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from .compiler import Emitter, Kernel, run_on_threads
-from .encodings import bf16_bits, fp16_bits, of_bf16_bits, splat
+from .encodings import ITEMS, bf16_bits, of_bf16_bits, of_items, splat, stored
 from .loops import counted, taken
 from .powers import at_least, at_most, of_all, sigmoid_divisor
 from .processor import num_lanes, per_processor
 
-ITEMS = {torch.bfloat16: "i16", torch.float16: "half", torch.float32: "float"}
 SHARPNESS, LARGEST = 1.702, 7.0  # of gpt-oss's activation: S and L of `ClampedGate`
 CHUNK_NUMBERS = 2**14  # numbers of rows that a thread takes at a time
 
@@ -38,7 +37,8 @@ def norm_rows(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm of x [..., N] over N, times weight [N] → [..., N] in x's dtype."""
     x, weight = x.contiguous(), weight.to(x.dtype).contiguous()
     out, width = torch.empty_like(x), x.shape[-1]
-    kernel_of(Norm, x.dtype)(x.numel() // width, width, (x, weight, out), (width, _bits(eps)))
+    eps_bits = int.from_bytes(struct.pack("<f", eps), "little")
+    kernel_of(Norm, x.dtype)(x.numel() // width, width, (x, weight, out), (width, eps_bits))
     return out
 
 
@@ -88,12 +88,6 @@ def mix_rows(x: Tensor, scales: Tensor) -> Tensor:
     x, scales, out = x.contiguous(), scales.contiguous(), x.new_empty(num_rows, width)
     kernel_of(Mix, x.dtype)(num_rows, num_summed * width, (x, scales, out), (width, num_summed))
     return out
-
-
-def _bits(number: float) -> int:
-    """Of a number as fp32."""
-    (bits,) = struct.unpack("<I", struct.pack("<f", number))
-    return int(bits)
 
 
 @per_processor
@@ -147,19 +141,12 @@ class RowStep(Kernel):
         """A vector of a row's numbers as fp32."""
         n = self.lanes
         loaded = e.op(f"load <{n} x {self.item}>, ptr {e.address(row, column, self.item)}, align 2")
-        if self.item == "float":
-            return loaded
-        if self.item == "half":
-            return e.op(f"fpext <{n} x half> {loaded} to {self.vector}")
-        return of_bf16_bits(e, loaded, n)
+        return of_items(e, loaded, self.item, n)
 
     def store(self, e: Emitter, numbers: str, row: str, column: str) -> None:
         """Store a vector of fp32 numbers in the rows' dtype."""
-        n, kind, kept = self.lanes, self.vector, numbers
-        if self.item != "float":
-            kind, bits = f"<{n} x i16>", {"i16": bf16_bits, "half": fp16_bits}[self.item]
-            kept = bits(e, numbers, n)
-        e.do(f"store {kind} {kept}, ptr {e.address(row, column, self.item)}, align 2")
+        kept = stored(e, numbers, self.item, self.lanes)
+        e.do(f"store {kept}, ptr {e.address(row, column, self.item)}, align 2")
 
     def rounded(self, e: Emitter, numbers: str) -> str:
         """A vector of fp32 numbers, rounded to the rows' dtype."""
@@ -249,20 +236,33 @@ class Mix(RowStep):
         counted(e, "columns", "0", width, self.lanes, columns)
 
 
-class Add(RowStep):
+class EachNumber(RowStep):
+    """A row whose numbers are made of those at their places in other rows. names: these rows, `out`, and widths."""
+
+    def emit(self, e: Emitter, words: dict[str, str]) -> None:
+        apart = words.get("apart", words["width"])
+        *inputs, out = (
+            self.row(e, words[name], apart if name == "other" else words["width"])
+            for name in self.names[: self.pointers]
+        )
+
+        def column(place: str) -> None:
+            self.store(e, self.made(e, *(self.load(e, row, place) for row in inputs)), out, place)
+
+        counted(e, "columns", "0", words["width"], self.lanes, column)
+
+    @abstractmethod
+    def made(self, e: Emitter, *numbers: str) -> str:
+        """A vector, of one of each row."""
+
+
+class Add(EachNumber):
     """Sums of two rows; the other one is that at `index` · `apart` numbers."""
 
     names = ("x", "other", "out", "width", "apart")
 
-    def emit(self, e: Emitter, words: dict[str, str]) -> None:
-        x, out = (self.row(e, words[name], words["width"]) for name in ("x", "out"))
-        other = self.row(e, words["other"], words["apart"])
-
-        def column(place: str) -> None:
-            total = e.op(f"fadd {self.vector} {self.load(e, x, place)}, {self.load(e, other, place)}")
-            self.store(e, total, out, place)
-
-        counted(e, "columns", "0", words["width"], self.lanes, column)
+    def made(self, e: Emitter, *numbers: str) -> str:
+        return e.op(f"fadd {self.vector} {', '.join(numbers)}")
 
 
 class Rotation(RowStep):
@@ -288,46 +288,29 @@ class Rotation(RowStep):
         counted(e, "pairs", "0", half, self.lanes, pair)
 
 
-class Gate(RowStep):
-    """silu(gate) · up."""
-
-    names = ("gate", "up", "out", "width")
-
-    def emit(self, e: Emitter, words: dict[str, str]) -> None:
-        width = words["width"]
-        gates, ups, out = (self.row(e, words[name], width) for name in ("gate", "up", "out"))
-
-        def column(place: str) -> None:
-            self.store(e, self.gated(e, self.load(e, gates, place), self.load(e, ups, place)), out, place)
-
-        counted(e, "columns", "0", width, self.lanes, column)
-
-    def gated(self, e: Emitter, gate: str, up: str) -> str:
-        divisor = sigmoid_divisor(e, gate, self.lanes)
-        return e.op(f"fmul {self.vector} {e.op(f'fdiv {self.vector} {gate}, {divisor}')}, {up}")
-
-
-class Silu(RowStep):
+class Silu(EachNumber):
     """silu of each number."""
 
     names, pointers = ("x", "out", "width"), 2
 
-    def emit(self, e: Emitter, words: dict[str, str]) -> None:
-        x, out = (self.row(e, words[name], words["width"]) for name in ("x", "out"))
+    def made(self, e: Emitter, *numbers: str) -> str:
+        return e.op(f"fdiv {self.vector} {numbers[0]}, {sigmoid_divisor(e, numbers[0], self.lanes)}")
 
-        def column(place: str) -> None:
-            numbers = self.load(e, x, place)
-            divisor = sigmoid_divisor(e, numbers, self.lanes)
-            self.store(e, e.op(f"fdiv {self.vector} {numbers}, {divisor}"), out, place)
 
-        counted(e, "columns", "0", words["width"], self.lanes, column)
+class Gate(Silu):
+    """silu(gate) · up."""
+
+    names, pointers = ("gate", "up", "out", "width"), 3
+
+    def made(self, e: Emitter, *numbers: str) -> str:
+        return e.op(f"fmul {self.vector} {super().made(e, numbers[0])}, {numbers[1]}")
 
 
 class ClampedGate(Gate):
     """gpt-oss's: min(gate, L) · sigmoid(S · min(gate, L)) · (up + 1), where `up` is between -L and L."""
 
-    def gated(self, e: Emitter, gate: str, up: str) -> str:
-        vector, n = self.vector, self.lanes
+    def made(self, e: Emitter, *numbers: str) -> str:
+        (gate, up), vector, n = numbers, self.vector, self.lanes
         gate = at_most(e, gate, LARGEST, n)
         up = at_least(e, at_most(e, up, LARGEST, n), -LARGEST, n)
         divisor = sigmoid_divisor(e, e.op(f"fmul {vector} {gate}, {of_all(SHARPNESS)}"), n)

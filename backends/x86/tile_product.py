@@ -194,10 +194,15 @@ def _strip(e: Emitter, name: str, num_tiles: int, scratch: str) -> Callable[[str
             e.do(f"call void @llvm.x86.tilezero(i8 {_SUMS[2 * i + j]})")
 
         def block(first_column: str) -> None:
-            stop = e.op(
-                f"call i64 @llvm.smin.i64(i64 {e.op(f'add i64 {first_column}, {BLOCK_COLUMNS}')}, i64 %columns)"
-            )
-            _unpack_strip(e, name, place, first_column, stop)
+            stop = e.least(e.i64("add", first_column, BLOCK_COLUMNS), "%columns")
+            e.do(f"br i1 %unpacks, label %{name}_unpack, label %{name}_unpacked")
+            e.label(f"{name}_unpack")  # these rows, a block of columns, to the panel
+            first = e.i64("add", "%first", place)
+            last, width = e.least(e.i64("add", first, STRIP), "%last"), e.i64("sub", stop, first_column)
+            rows = f"i64 {first}, i64 {last}, i64 {first_column}, i64 {width}, i64 %columns"
+            e.do(f"call void @unpack(ptr %panel, {PARTS}, {rows})")
+            e.do(f"br label %{name}_unpacked")
+            e.label(f"{name}_unpacked")
             number = e.op(f"udiv i64 {first_column}, {BLOCK_COLUMNS}")
             offset = e.op(f"mul i64 {number}, %next_block")
             starts = [e.address(each, offset) for each in weights]
@@ -223,19 +228,6 @@ def _strip(e: Emitter, name: str, num_tiles: int, scratch: str) -> Callable[[str
             e.do(f"call void @keep(ptr {scratch}, ptr {out}, i64 {xs[j][1]}, i64 {left}, i64 %outputs)")
 
     return body
-
-
-def _unpack_strip(e: Emitter, name: str, place: str, first_column: str, stop: str) -> None:
-    """If `%unpacks`, the STRIP rows from a place on, a block of columns, to the panel."""
-    e.do(f"br i1 %unpacks, label %{name}_unpack, label %{name}_unpacked")
-    e.label(f"{name}_unpack")
-    first = e.op(f"add i64 %first, {place}")
-    last = e.op(f"call i64 @llvm.smin.i64(i64 {e.op(f'add i64 {first}, {STRIP}')}, i64 %last)")
-    width = e.op(f"sub i64 {stop}, {first_column}")
-    rows = f"i64 {first}, i64 {last}, i64 {first_column}, i64 {width}, i64 %columns"
-    e.do(f"call void @unpack(ptr %panel, {PARTS}, {rows})")
-    e.do(f"br label %{name}_unpacked")
-    e.label(f"{name}_unpacked")
 
 
 def _keep_text() -> str:

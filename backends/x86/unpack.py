@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from .compiler import Emitter, Kernel, run_on_threads
-from .encodings import Encoding, RowReader, bf16_bits
+from .encodings import ITEMS, Encoding, RowReader, stored
 from .loops import counted, taken
 from .row_product import MOST_PARTS, PARTS
-from .row_steps import ITEMS
 
 CHUNK_ELEMENTS = 2**17  # that a thread takes at a time
 WORTH_COMPILING = 2**18  # numbers from which on compiling (at least 0.1 s) takes less time than plain torch
@@ -73,23 +72,14 @@ class Unpacker(Kernel):
             def step(column: str) -> None:
                 (vectors,) = reader.step(column, as_bf16=is_exact)
                 for first, weights in vectors:
-                    stored = f"<16 x i16> {weights}" if is_exact else self._rounded(e, weights)
-                    e.do(f"store {stored}, ptr {e.address(start, e.i64('add', column, first), item)}, align 1")
+                    kept = f"<16 x i16> {weights}" if is_exact else stored(e, weights, item, self.encoding.lanes)
+                    e.do(f"store {kept}, ptr {e.address(start, e.i64('add', column, first), item)}, align 1")
 
             counted(e, "column", "0", "%columns", self.encoding.step, step)
 
         counted(e, "row", "%first", "%last", 1, row)
         e.do("ret void")
         return e.function(f"define internal void @rows(ptr noalias %out, {PARTS}, i64 %first, i64 %last, i64 %columns)")
-
-    def _rounded(self, e: Emitter, weights: str) -> str:
-        """A vector in the dtype of the result, with its type before it."""
-        lanes, vector = self.encoding.lanes, self.encoding.vector
-        if self.dtype == torch.float32:
-            return f"{vector} {weights}"
-        if self.dtype == torch.float16:
-            return f"<{lanes} x half> {e.op(f'fptrunc {vector} {weights} to <{lanes} x half>')}"
-        return f"<{lanes} x i16> {bf16_bits(e, weights, lanes)}"
 
 
 def _worker() -> str:
