@@ -95,14 +95,8 @@ class JointDrafter(BeamDrafter):
     """A beam, of which the target accepts the longest prefix that is likely enough (`joint_walk`)."""
 
     def walk(self, tree: TokenTree, logits: Logits, sampler: Sampler, position: int) -> Verdict:
-        return joint_walk(
-            tree,
-            logits,
-            sampler,
-            position,
-            tau=TAU if self._params.tau is None else self._params.tau,
-            final=self._final,
-        )
+        tau = TAU if self._params.tau is None else self._params.tau
+        return joint_walk(tree, logits, sampler, position, tau=tau, final=self._final)
 
 
 # ------------------------------------------------------------------------------------------------ the target

@@ -277,8 +277,18 @@ class SpeculationParams:
                 raise UsageError(f"{name} must be at least {least}, not {value}")
         if self.tau is not None and not 0 < self.tau <= 1:
             raise UsageError(f"tau must be above 0 and at most 1, not {self.tau!r}")
-        if self.is_lossy:
-            self._check_lossy()
+        if not self.is_lossy:
+            return
+        for name in ("budget", "scoring", "tree", "width", "stopping"):
+            if (value := getattr(self, name)) != getattr(SpeculationParams, name):
+                raise UsageError(
+                    f"{name} {value} applies to exact acceptance only, and {self.accept} acceptance drafts by beam "
+                    f"and gamma; omit {name}, or use accept exact"
+                )
+        if self.beam * self.gamma > MAX_JOINT_NODES:
+            raise UsageError(
+                f"beam x gamma, the size of the tree, must be at most {MAX_JOINT_NODES}, not {self.beam * self.gamma}"
+            )
 
     @property
     def is_lossy(self) -> bool:
@@ -301,18 +311,6 @@ class SpeculationParams:
             raise UsageError(
                 "joint acceptance searches for the likeliest text, so temperature must be 0, "
                 f"not {sampling.temperature:g}; to sample, use accept exact"
-            )
-
-    def _check_lossy(self) -> None:
-        for name in ("budget", "scoring", "tree", "width", "stopping"):
-            if (value := getattr(self, name)) != getattr(SpeculationParams, name):
-                raise UsageError(
-                    f"{name} {value} applies to exact acceptance only, and {self.accept} acceptance drafts by beam "
-                    f"and gamma; omit {name}, or use accept exact"
-                )
-        if self.beam * self.gamma > MAX_JOINT_NODES:
-            raise UsageError(
-                f"beam x gamma, the size of the tree, must be at most {MAX_JOINT_NODES}, not {self.beam * self.gamma}"
             )
 
 

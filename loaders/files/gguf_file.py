@@ -139,7 +139,11 @@ def read_model(path: Path, *, headers_only: bool = False) -> GgufModel:
     parts = part_paths(path)
     headers = [_read_header(part, headers_only=headers_only) for part in parts]
     for index, (part, header) in enumerate(zip(parts, headers, strict=True)):
-        _check_part(part, header.metadata, index, len(parts))
+        number, total = header.metadata.get("split.no", 0), header.metadata.get("split.count", 0)
+        if (number, total) != (index, len(parts)) and not (len(parts) == 1 and total in (0, 1)):
+            named = f"part {index + 1} of {len(parts)} by its name" if len(parts) > 1 else "a single file by its name"
+            description = f"is {named}, but its metadata say part {show(number)} (from 0) of {show(total)}"
+            raise fault(part, f"{description}; restore its original name, or download the whole set again")
     tensors: dict[str, TensorInfo] = {}
     for part, header in zip(parts, headers, strict=True):
         if twice := tensors.keys() & header.tensors.keys():
@@ -207,17 +211,6 @@ def _model_name(file_name: str) -> str:
     name = _PART.sub(r"\1", file_name).removesuffix(".gguf")
     last = max((match.start() for match in _QUANTISATION.finditer(name) if match.end() == len(name)), default=None)
     return name[:last].lower()
-
-
-def _check_part(path: Path, metadata: Metadata, index: int, count: int) -> None:
-    """Raises CheckpointError if a part's own number or count differs from its name's."""
-    number, total = metadata.get("split.no", 0), metadata.get("split.count", 0)
-    if count == 1 and total in (0, 1):
-        return
-    if (number, total) != (index, count):
-        named = f"part {index + 1} of {count} by its name" if count > 1 else "a single file by its name"
-        description = f"is {named}, but its metadata say part {show(number)} (from 0) of {show(total)}"
-        raise fault(path, f"{description}; restore its original name, or download the whole set again")
 
 
 # ------------------------------------------------------------------------------------------------------------ a header
@@ -300,13 +293,11 @@ def _read_start(cursor: _Cursor, file_bytes: int) -> tuple[int, int]:
         raise fault(cursor.path, f"is not a GGUF file: it begins with {show(magic)}; download it again")
     version = cursor.number("I")
     if version not in VERSIONS:
-        is_swapped = version and version % 2**16 == 0
-        description = (
-            "is big-endian" if is_swapped else f"has GGUF version {version}, but only {VERSIONS} are supported"
-        )
-        raise fault(
-            cursor.path, f"{description}; convert the model again with a current llama.cpp on a little-endian machine"
-        )
+        description = f"has GGUF version {version}, but only {VERSIONS} are supported"
+        if version and version % 2**16 == 0:
+            description = "is big-endian"
+        remedy = "convert the model again with a current llama.cpp on a little-endian machine"
+        raise fault(cursor.path, f"{description}; {remedy}")
     num_tensors, num_keys = cursor.number("Q"), cursor.number("Q")
     if num_tensors > MOST_TENSORS or num_keys > MOST_KEYS:
         cursor.refuse(f"declares {num_tensors} tensors and {num_keys} keys, more than any model has")

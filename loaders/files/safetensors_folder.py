@@ -143,16 +143,22 @@ def find_tensors(
     if index in names:
         weight_map = _read_weight_map(folder / index)
         shards = _shard_paths(folder / index, weight_map)
-        _refuse_missing(folder / index, shards)
+        missing = []
+        for shard, path in shards.items():
+            with reading(path):
+                if not path.is_file():
+                    missing.append(shard)
+        if missing:
+            count = f"{len(missing)} of {len(shards)} shards missing"
+            description = f"lacks {show(missing[0])}, which {index} names ({count}); download it again"
+            raise fault(folder, description, MissingWeightsError)
         headers = {shard: read_header(path, headers_only=headers_only) for shard, path in shards.items()}
         for name, shard in weight_map.items():
             if name not in headers[shard]:
                 raise fault(shards[shard], f"lacks tensor {show(name)}, which {index} lists; download it again")
         return {name: headers[shard][name] for name, shard in weight_map.items()}
-    why = (
-        _why_no_weights(folder, names) if single == SINGLE_FILE else f"contains neither {single} nor {index}; get them"
-    )
-    raise fault(folder, why, MissingWeightsError)
+    why = f"contains neither {single} nor {index}; get them"
+    raise fault(folder, _why_no_weights(folder, names) if single == SINGLE_FILE else why, MissingWeightsError)
 
 
 def _why_no_weights(folder: Path, names: frozenset[str]) -> str:
@@ -187,18 +193,6 @@ def _shard_paths(index: Path, weight_map: Mapping[str, str]) -> dict[str, Path]:
             raise fault(index, f"shard {show(shard)} is outside the folder; do not trust this checkpoint")
         paths[shard] = index.parent / posix
     return paths
-
-
-def _refuse_missing(index: Path, shards: dict[str, Path]) -> None:
-    missing = []
-    for shard, path in shards.items():
-        with reading(path):
-            if not path.is_file():
-                missing.append(shard)
-    if missing:
-        count = f"{len(missing)} of {len(shards)} shards missing"
-        description = f"lacks {show(missing[0])}, which {index.name} names ({count}); download it again"
-        raise fault(index.parent, description, MissingWeightsError)
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

@@ -74,20 +74,14 @@ def learning_draft(opened: OpenedDraft, request: OpenRequest) -> OpenedDraft:
         kind = LearningModel
     else:
         raise UsageError("only a draft model can learn, and none is loaded; choose one (`draft=PATH`)")
-    _check_file(options)
+    if options.learn_file is not None:  # checked before anything is loaded
+        if options.learn:
+            check_writable(options.learn_file)
+        if options.learn_file.exists():
+            SavedAdapter.read(options.learn_file)
+        elif not options.learn:
+            raise UsageError(f"the learn file {options.learn_file} does not exist; add `learn` to create it")
     return kind(**{field.name: getattr(opened, field.name) for field in fields(opened)})
-
-
-def _check_file(options: DraftOptions) -> None:
-    """Check the file before anything is loaded. Raises UsageError or StorageError."""
-    if (file := options.learn_file) is None:
-        return
-    if options.learn:
-        check_writable(file)
-    if file.exists():
-        SavedAdapter.read(file)
-    elif not options.learn:
-        raise UsageError(f"the learn file {file} does not exist; add `learn` to create it")
 
 
 def _with_learning(use: MemoryUse, on_device: int, on_host: int) -> MemoryUse:
