@@ -92,28 +92,24 @@ def test_a_file_cut_off_is_named_with_its_size(file: Path, direct: bool, offset:
     reader.close()
 
 
-def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
-    with refused(CheckpointError, tmp_path / "gone.bin", "byte 4096", "No such file"):
-        FileReader().read(tmp_path / "gone.bin", 4096, HostBuffer(BLOCK_BYTES).view, 1)
-
-
-def test_an_error_of_the_disk_is_named(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("call", "number", "words"),
+    [
+        ("open", errno.ENOENT, ("byte 4096", "No such file", "check the disk")),
+        ("preadv", errno.EIO, ("byte 4096", "Input/output error", "check the disk")),
+        ("open", errno.EMFILE, ("ulimit -n",)),
+    ],
+)
+def test_an_error_of_the_system_is_told(
+    file: Path, call: str, number: int, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: object) -> int:
-        raise OSError(errno.EIO, "Input/output error")
+        raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(os, "preadv", fail)
-    with refused(CheckpointError, file, "byte 0", "Input/output error"):
-        FileReader().read(file, 0, HostBuffer(BLOCK_BYTES).view, 1)
-
-
-def test_too_many_open_files_are_no_fault_of_the_disk(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> int:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-    monkeypatch.setattr(os, "open", fail)
-    with refused(CheckpointError, file, "ulimit -n") as caught:
-        FileReader().read(file, 0, HostBuffer(BLOCK_BYTES).view, 1)
-    assert "disk" not in str(caught.value)
+    monkeypatch.setattr(os, call, fail)
+    with refused(CheckpointError, file, *words) as caught:
+        FileReader().read(file, 4096, HostBuffer(BLOCK_BYTES).view, 1)
+    assert ("disk" in str(caught.value)) == (number != errno.EMFILE)
 
 
 def test_deleting_a_file_that_is_open_changes_nothing(file: Path) -> None:

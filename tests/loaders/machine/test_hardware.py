@@ -133,14 +133,18 @@ def test_no_limit_is_no_limit(tree: Tree) -> None:
     assert (memory_limits(root), cpu_quota(root)) == ([], None)
 
 
-@pytest.mark.parametrize("files", [{"memory.max": "a lot"}, {"memory.max": "\x00"}, {}])
-def test_what_is_not_a_number_is_no_limit(tree: Tree, files: dict[str, object]) -> None:
-    assert memory_limits(tree("0::/\nnonsense\n", "short line\n" + V2.format(root="/"), files)) == []
-
-
-def test_more_used_than_allowed_is_nothing_left(tree: Tree) -> None:
-    files: dict[str, object] = {"memory.max": GIB, "memory.current": 2 * GIB}
-    assert [limit.available_bytes for limit in memory_limits(tree("0::/", V2.format(root="/"), files))] == [0]
+@pytest.mark.parametrize(
+    ("files", "available"),
+    [
+        *(({"memory.max": text}, []) for text in ("a lot", "\x00")),
+        ({}, []),
+        ({"memory.max": GIB, "memory.current": 2 * GIB}, [0]),
+    ],
+)
+def test_odd_limits(tree: Tree, files: dict[str, object], available: list[int]) -> None:
+    """What is no number limits nothing; where more is used than allowed, nothing is left."""
+    root = tree("0::/\nnonsense\n", "short line\n" + V2.format(root="/"), files)
+    assert [limit.available_bytes for limit in memory_limits(root)] == available
 
 
 def test_the_quota_of_processors(tree: Tree) -> None:
@@ -268,14 +272,11 @@ def processors(
         (folder / "thread_siblings_list").write_text(text)
 
 
-def test_threads_of_one_core_count_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    processors(monkeypatch, {0, 1, 2, 3}, 4, {0: "0,2\n", 1: "1,3\n", 2: "0,2\n", 3: "1,3\n"}, tmp_path)
-    assert read_cores(tmp_path) == (2, "hardware: 4 processors share them")
-
-
-def test_affinity_binds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_threads_of_one_core_count_once_and_affinity_binds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     processors(monkeypatch, {0, 1, 2}, 8, {}, tmp_path)
     assert read_cores(tmp_path) == (3, "affinity to 3 of 8 processors")
+    processors(monkeypatch, {0, 1, 2, 3}, 4, {0: "0,2\n", 1: "1,3\n", 2: "0,2\n", 3: "1,3\n"}, tmp_path)
+    assert read_cores(tmp_path) == (2, "hardware: 4 processors share them")
 
 
 @pytest.mark.parametrize(("quota", "num_cores"), [(50000, 1), (250000, 2)])
@@ -305,9 +306,6 @@ def test_the_file_system_of_a_folder(tmp_path: Path) -> None:
     disk = read_disk(tmp_path)
     assert disk.file_system != ""
     assert disk.free_bytes > 0
-
-
-def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
     with refused(HardwareError, tmp_path / "gone", "No such file"):
         read_disk(tmp_path / "gone")
 
@@ -464,12 +462,14 @@ def test_packed_products_are_limited_by_memory_or_by_clocks() -> None:
 # ------------------------------------------------------------------------------------------------ measuring
 
 
-def test_a_file_is_read_as_it_is(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_bytes", [3 * MIB + 5, 5000, 4096])
+def test_a_file_is_read_as_it_is(tmp_path: Path, num_bytes: int) -> None:
+    """Each number of readers has a part, or all of a small file."""
     file = tmp_path / "shard"
-    file.write_bytes(os.urandom(3 * MIB + 5))
-    rate = measure.measure_disk(file, threads=(1, 2), seconds=0.1)
+    file.write_bytes(os.urandom(num_bytes))
+    rate = measure.measure_disk(file, threads=(1, 2, 4), seconds=0.1)
     assert rate.bytes_per_s > 0
-    assert (rate.file, file.stat().st_size) == ("shard", 3 * MIB + 5)
+    assert (rate.file, file.stat().st_size) == ("shard", num_bytes)
 
 
 def test_every_byte_of_a_part_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -488,13 +488,6 @@ def test_every_byte_of_a_part_is_read_once(tmp_path: Path, monkeypatch: pytest.M
     first, second = range(5 * MIB // 2), range(5 * MIB // 2, 5 * MIB)
     expected = [(start, min(MIB, part.stop - start)) for part in (first, second) for start in part[::MIB]]
     assert sorted(reads[2:]) == expected  # the first two touch the buffers
-
-
-@pytest.mark.parametrize("num_bytes", [5000, 4096])
-def test_a_small_file_is_read_by_all(tmp_path: Path, num_bytes: int) -> None:
-    file = tmp_path / "small"
-    file.write_bytes(bytes(num_bytes))
-    assert measure.measure_disk(file, threads=(1, 2, 4), seconds=0.1).bytes_per_s > 0
 
 
 def test_a_folder_with_a_checkpoint_is_only_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -527,13 +520,10 @@ class Refusing(FileReader):
         return super()._read_some(path, offset, out)
 
 
-def test_an_empty_file_is_refused(tmp_path: Path) -> None:
+def test_an_empty_file_and_a_full_disk_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "empty").touch()
     with refused(HardwareError, tmp_path / "empty", "too small"):
         measure.measure_disk(tmp_path / "empty")
-
-
-def test_a_full_disk_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure.shutil, "disk_usage", lambda folder: SimpleNamespace(free=GIB))
     with refused(HardwareError, tmp_path, "free"):
         measure.measure_disk(tmp_path)
@@ -702,23 +692,19 @@ def test_sizes(text: str, nbytes: int) -> None:
     assert parse_size(text) == nbytes
 
 
+NO_SIZES = ("", "GiB", "-1GiB", "6,5GB", "1e3GB", "nan GB", "20 GiB free", "20GiBs", "٣GiB", "1.2.3G")
+
+
 @pytest.mark.parametrize(
-    "text", ["", "GiB", "-1GiB", "6,5GB", "1e3GB", "nan GB", "20 GiB free", "20GiBs", "٣GiB", "1.2.3G"]
+    ("text", "words"),
+    [
+        *((text, (repr(text), "size", "20GiB")) for text in NO_SIZES),
+        *((text, (repr(text), "unit", "20GiB")) for text in ("20", "7ib")),
+        *((text, ("too large",)) for text in ("9999999TiB", "9" * 400 + "GiB")),
+    ],
 )
-def test_what_is_no_size(text: str) -> None:
-    with refused(UsageError, repr(text), "size", "20GiB"):
-        parse_size(text)
-
-
-@pytest.mark.parametrize("text", ["20", "7ib"])
-def test_a_size_needs_a_unit(text: str) -> None:
-    with refused(UsageError, repr(text), "unit", "20GiB"):
-        parse_size(text)
-
-
-@pytest.mark.parametrize("text", ["9999999TiB", "9" * 400 + "GiB"])
-def test_more_memory_than_there_is(text: str) -> None:
-    with refused(UsageError, "too large") as caught:
+def test_what_is_no_size(text: str, words: tuple[str, ...]) -> None:
+    with refused(UsageError, *words) as caught:
         parse_size(text)
     assert len(str(caught.value)) < 250
 
