@@ -236,15 +236,6 @@ def test_rows_of_the_embedding(tmp_path: Path, resident: tuple[int, ...]) -> Non
     weights.close()
 
 
-def test_what_is_streamed_is_counted(tmp_path: Path) -> None:
-    weights = tiered(open_with(tmp_path, toy_tensors()), resident=SOME)
-    for _ in range(2):
-        by_full_name(weights, toy_tensors())
-    records = [layer.record for layer in StoredModel.of(open_checkpoint(tmp_path), layer_prefix=LAYER_PREFIX).layers]
-    assert weights.bytes_streamed == 2 * (records[0].read_bytes + records[2].read_bytes) > 0
-    weights.close()
-
-
 def test_layers_stay_where_memory_is_spared_and_leave_when_it_is_wanted_back(tmp_path: Path) -> None:
     tensors = toy_tensors(9)
     weights = tiered(open_with(tmp_path, tensors), resident=SOME)

@@ -33,13 +33,10 @@ from ..fakes import (
     assert_well_formed,
     build_index,
     estimates_of,
-    few,
     generate,
     many,
     paths,
-    plain_text,
     random_rule,
-    sampling_params,
 )
 
 VOCAB_SIZE = 12
@@ -86,17 +83,6 @@ MAKERS: dict[str, Callable[[], Guesser]] = {
 }
 
 # ------------------------------------------------------------------------------------------------ every guesser
-
-
-@pytest.mark.slow
-@few
-@given(params=sampling_params(), names=st.sets(st.sampled_from(sorted(MAKERS)), min_size=1), seed=st.integers(0, 5))
-def test_text_is_that_of_plain_decoding(params: SamplingParams, names: set[str], seed: int) -> None:
-    rule, prompt = random_rule(VOCAB_SIZE, seed, spread=3.0), [1, 2, 1, 2]
-    text, trees = decode(rule, [MAKERS[name]() for name in sorted(names)], sampler_for(params), prompt, 30)
-    assert text == plain_text(rule, params, 3, prompt, len(text))
-    for tree in trees:
-        assert_bounded(tree, max_nodes=24, max_depth=29)
 
 
 @pytest.mark.parametrize("name", sorted(MAKERS))

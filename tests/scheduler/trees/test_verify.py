@@ -27,7 +27,6 @@ from ..fakes import (
     assert_well_formed,
     build_tree,
     estimates_of,
-    few,
     generate,
     many,
     paths,
@@ -131,14 +130,3 @@ def test_text_is_independent_of_the_drafting(
     drafter = StrictDrafter(draft, DraftRequest(sampler, final), speculation, estimates, clock=clock)
     text = generate(target, drafter, sampler, PROMPT, 20, rounds_ahead)
     assert text == plain_text(TARGET, params, seed, PROMPT, 20)
-
-
-@pytest.mark.slow
-@few
-@given(params=sampling_params(), vocab_size=st.sampled_from([1, 3, 9]), max_context=st.integers(1, 30))
-def test_text_is_independent_of_the_drafts_shape(params: SamplingParams, vocab_size: int, max_context: int) -> None:
-    """Another vocabulary, or a context that ends before the text does."""
-    sampler, draft = Sampler(params, 7, VOCAB_SIZE), RuleModel(random_rule(vocab_size, 1), vocab_size, max_context)
-    drafter = ModelDrafter(draft, DraftRequest(sampler), SpeculationParams(budget=9, width=4), estimates_of())
-    text = generate(RuleModel(TARGET, VOCAB_SIZE), drafter, sampler, PROMPT, 20)
-    assert text == plain_text(TARGET, params, 7, PROMPT, 20)
