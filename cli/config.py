@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from os.path import isfile
 from typing import Any
 
 import click
@@ -52,7 +53,7 @@ def command(ctx: click.Context, name: str | None, as_json: bool, verbose: bool) 
         click.echo(json.dumps({"file": None if settings.file is None else str(settings.file), "settings": rows}))
     else:
         file = settings.file or "no file (OFFSPEC_CONFIG is empty)"
-        is_missing = settings.file is not None and not settings.file.is_file()
+        is_missing = settings.file is not None and not isfile(settings.file)  # which is false for a closed folder
         cells = [(row["key"], _shown(row["value"]), row["source"], ", ".join(row["commands"])) for row in rows]
         click.echo(f"{file}{' (does not exist)' * is_missing}\n")
         click.echo("\n".join(table([("setting", "value", "from", ""), *cells], 4)))

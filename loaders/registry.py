@@ -10,8 +10,13 @@ from typing import Any, Generic, TypeVar
 T = TypeVar("T")
 
 
-def named(package: str, name: str) -> Any:
-    """What a module of the package defines: "module.name". So a list of kinds imports only those that are used."""
+def named(package: str, name: Any) -> Any:
+    """What a module of the package defines: "module.name". So a list of kinds imports only those that are used.
+
+    Anything but a string is itself: a kind that is added later.
+    """
+    if not isinstance(name, str):
+        return name
     module, _, attribute = name.rpartition(".")
     return getattr(import_module(f"{package}.{module}"), attribute)
 

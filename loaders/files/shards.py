@@ -85,20 +85,14 @@ def write_verified(
         file = FileIO(part, "x+")
     try:
         with _storing(path, part):
-            nbytes, checksum = 0, 0
-            for chunk in content:
-                done = 0
-                while done < chunk.nbytes:
-                    done += file.write(chunk[done:])
-                nbytes, checksum = nbytes + chunk.nbytes, zlib.crc32(chunk, checksum)
-        later(partial(_verify, path, part, file, (nbytes, checksum), check))
+            written = _write(file, content)
+        later(partial(_verify, path, part, file, written, check))
     except BaseException:
         file.close()
         raise
 
 
 def _verify(path: Path, part: Path, file: FileIO, written: tuple[int, int], check: Callable[[], None]) -> None:
-    """written: number and checksum of the bytes."""
     with _storing(path, part):
         with file:  # Windows renames no open file
             if written != _read_back(file):
@@ -159,6 +153,17 @@ def header(pieces: Sequence[ShardPiece], metadata: Mapping[str, str] = PLAIN_MET
 def _place(piece: ShardPiece) -> tuple[int, bool, str]:
     # Quantisation states go last, so that the streamed tensors of a layer are contiguous.
     return -DTYPE_BYTES[piece.dtype], ".quant_state." in piece.name, piece.name
+
+
+def _write(file: FileIO, content: Iterable[memoryview]) -> tuple[int, int]:
+    """Number and checksum of the bytes written."""
+    nbytes, checksum = 0, 0
+    for chunk in content:
+        done = 0
+        while done < chunk.nbytes:
+            done += file.write(chunk[done:])
+        nbytes, checksum = nbytes + chunk.nbytes, zlib.crc32(chunk, checksum)
+    return nbytes, checksum
 
 
 def _read_back(file: FileIO) -> tuple[int, int]:

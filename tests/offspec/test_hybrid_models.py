@@ -27,6 +27,7 @@ from offspec.loaders.streaming.placement import Limits, Placement, Slots, places
 from offspec.model.config import read_config
 from offspec.model.decoder import Decoder, wanted_shapes
 from offspec.model.exactness import reason_against_exactness
+from offspec.model.families.dense import llama
 from offspec.model.families.registry import FAMILIES
 from offspec.model.parts.kinds import PARTS
 from offspec.planning.plan import all_resident
@@ -47,7 +48,7 @@ PROMPT = "def area("
 @pytest.fixture(scope="module", autouse=True)
 def family() -> Iterator[None]:
     PARTS["average"] = Average
-    FAMILIES["averaging"] = lambda config, num_layers: FAMILIES["llama"](config, num_layers) | {"parts": LAYERS}
+    FAMILIES["averaging"] = lambda config, num_layers: llama(config, num_layers) | {"parts": LAYERS}
     yield
     del PARTS["average"], FAMILIES["averaging"]
 

@@ -8,6 +8,7 @@ The source is transformers' configuration and modeling files (5.23).
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from offspec.loaders.registry import named
 
@@ -15,7 +16,7 @@ from ..config_values import Json
 from .reading import Fields
 
 # To add a family, add one entry: the function from its config.json to the differing fields of ModelConfig.
-FAMILIES = {
+FAMILIES: dict[str, Any] = {  # by `named`
     "llama": "dense.llama",
     "mistral": "dense.mistral",
     "ministral": "dense.mistral",

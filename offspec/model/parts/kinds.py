@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from offspec.loaders.registry import named
 
 from ..config import ModelConfig
 from ..rope import RotaryEmbeddings
 from .part import Part
 
-PARTS = {
+PARTS: dict[str, Any] = {  # by `named`
     "attention": "attention.Attention",
     "latent attention": "latent_attention.LatentAttention",
     "mlp": "mlp.Mlp",
