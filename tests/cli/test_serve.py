@@ -39,18 +39,6 @@ from .conftest import Offspec
 from .server.serving import LONG_S, USER, Client, Reply, gauge, served, until
 
 
-def test_text_is_what_the_engine_says(client: Client, engine: Engine) -> None:
-    reply = client.ask(
-        "POST", "/v1/completions", {"prompt": "def area(", "max_tokens": 12, "seed": 3, "temperature": 1}
-    )
-    steps = list(engine.generate("def area(", SamplingParams(12, temperature=1, seed=3)))
-    assert reply.status == 200
-    (choice,) = reply.body["choices"]
-    assert choice["text"] == "".join(step.text for step in steps)
-    assert reply.body["usage"]["completion_tokens"] == steps[-1].stats.num_tokens
-    assert reply.body["offspec"]["seed"] == 3
-
-
 def test_what_neither_request_nor_flag_gives_is_as_the_model_recommends(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,13 +74,6 @@ def test_best_of_keeps_the_likeliest(client: Client) -> None:
     assert [choice["index"] for choice in best["choices"]] == [0, 1, 2, 3]
     assert {choice["logprobs"] for choice in best["choices"]} == {None}
     assert best["usage"]["completion_tokens"] == 2 * 4 * 8
-
-
-def test_a_chat_is_what_the_engine_says(client: Client, engine: Engine) -> None:
-    reply = client.chat(USER)
-    (choice,) = reply.body["choices"]
-    said = "".join(step.text for step in engine.generate([USER], SamplingParams(8)))
-    assert choice["message"] == {"role": "assistant", "content": said}
 
 
 @pytest.mark.parametrize("kind", ["chat/completions", "completions"])
