@@ -17,7 +17,7 @@ from offspec.errors import UsageError
 from .answer_blocks import AnswerBlock, BlockAnswer, BlockEvent
 from .answer_forms import AnswerChunk, AnswerForm, ApiForm
 from .openai_requests import FIELDS, CompletionRequest, parse
-from .request_parts import Json, field_of, list_of_objects, object_of, refuse_fields, text_of
+from .request_parts import Json, assistants, call_of, field_of, list_of_objects, object_of, refuse_fields, text_of
 
 if TYPE_CHECKING:
     from offspec.text.tokenizer import Tokenizer
@@ -111,16 +111,12 @@ def _of_assistant(blocks: Sequence[tuple[Json, str]]) -> Json:
         kind = block.get("type")
         if kind == "tool_use":
             arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
-            function = {"name": block.get("name"), "arguments": arguments}
-            calls.append({"id": block.get("id"), "type": "function", "function": function})
+            calls.append(call_of(block.get("id"), block.get("name"), arguments))
         elif kind == "thinking":
             thoughts.append(str(block.get("thinking") or ""))
         elif kind != "redacted_thinking":
             texts.append(_text(block, where))
-    message: Json = {"role": "assistant", "content": "".join(texts)}
-    if thoughts:
-        message["reasoning_content"] = "".join(thoughts)
-    return {**message, "tool_calls": calls} if calls else message
+    return assistants("".join(texts), "".join(thoughts), calls)
 
 
 def _text(block: Json, where: str) -> str:

@@ -21,7 +21,7 @@ from offspec.errors import UsageError
 from .answer_blocks import AnswerBlock, BlockAnswer, BlockEvent
 from .answer_forms import AnswerChunk, AnswerForm, ApiForm
 from .openai_requests import FIELDS, CompletionRequest, parse
-from .request_parts import Json, field_of, list_of_objects, object_of, refuse_fields, text_of
+from .request_parts import Json, assistants, call_of, field_of, list_of_objects, object_of, refuse_fields, text_of
 
 if TYPE_CHECKING:
     from offspec.text.tokenizer import Tokenizer
@@ -150,10 +150,8 @@ def _messages(body: Json, before: Sequence[Json]) -> list[Json]:
             thoughts += text_of(item.get("content") or [], f"{where}.content", ["reasoning_text"])
             continue
         if kind == "function_call":
-            function = {"name": item.get("name"), "arguments": item.get("arguments")}
-            _turn_of_assistant(messages)["tool_calls"].append(
-                {"id": item.get("call_id"), "type": "function", "function": function}
-            )
+            call = call_of(item.get("call_id"), item.get("name"), item.get("arguments"))
+            _turn_of_assistant(messages)["tool_calls"].append(call)
         elif kind == "function_call_output":
             output = text_of(item.get("output"), f"{where}.output", TEXTS)
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
@@ -171,13 +169,8 @@ def _messages(body: Json, before: Sequence[Json]) -> list[Json]:
 def _as_message(blocks: Sequence[AnswerBlock]) -> Json:
     """A response as a message of a chat, without a call that a limit has cut."""
     text, thoughts = ("".join(each.text for each in blocks if each.kind == kind) for kind in ("text", "thinking"))
-    message: Json = {"role": "assistant", "content": text} | ({"reasoning_content": thoughts} if thoughts else {})
-    calls = [
-        {"id": f"call_{each.call_id}", "type": "function", "function": {"name": each.name, "arguments": each.arguments}}
-        for each in blocks
-        if each.arguments is not None
-    ]
-    return {**message, "tool_calls": calls} if calls else message
+    whole = [each for each in blocks if each.arguments is not None]
+    return assistants(text, thoughts, [call_of(f"call_{each.call_id}", each.name, each.arguments) for each in whole])
 
 
 def _turn_of_assistant(messages: list[Json]) -> Json:

@@ -62,3 +62,14 @@ def list_of_objects(body: Mapping[str, Any], name: str) -> list[Json]:
     if not isinstance(objects, list) or not all(isinstance(each, dict) for each in objects):
         raise UsageError(f"{name} must be a list of objects")
     return objects
+
+
+def call_of(call_id: Any, name: Any, arguments: Any) -> Json:
+    """An assistant's call of a tool, as chats have it."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def assistants(text: str, thoughts: str, calls: Sequence[Json]) -> Json:
+    """An assistant's message."""
+    message: Json = {"role": "assistant", "content": text} | ({"reasoning_content": thoughts} if thoughts else {})
+    return {**message, "tool_calls": calls} if calls else message
