@@ -26,9 +26,7 @@ class ThinkingStyle:
     @classmethod
     def of(cls, prompt: Sequence[int], tokenizer: Tokenizer) -> ThinkingStyle | None:
         """None for a model whose chat template does not know the tags, or that has none."""
-        if not tokenizer.has_chat_template:
-            return None
-        if OPEN not in tokenizer.chat_template and CLOSE not in tokenizer.chat_template:
+        if not tokenizer.has_chat_template or not any(tag in tokenizer.chat_template for tag in (OPEN, CLOSE)):
             return None
         end = tokenizer.decode(prompt[-TAIL:], skip_special_tokens=False).rstrip()
         return cls(end.endswith(OPEN), end.endswith(CLOSE))

@@ -31,6 +31,7 @@ NEWLINE = "\n"
 NAME_KEY = '{"name": '
 GAP = r"/[ \n]{0,2}/"  # between a marker and a call, where the model chooses
 CALL_HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+_literal = json.dumps  # a text as Lark has it
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -84,10 +85,6 @@ class ToolFormat:
             return cls("llama", python_id=python_id if python_id in tokenizer.special_ids else None)
         raise TokenizerError(f"the model's format of tool calls is not known; known are {KNOWN}")
 
-    @property
-    def arguments_key(self) -> str:
-        return "parameters" if self.style == "llama" else "arguments"
-
     def constraint(self, schemas: Mapping[str, Mapping[str, Any]], *, allows_several: bool) -> Constraint:
         """An answer that is a call, or several. schemas: of the arguments by the functions' names."""
         return Constraint("tool_calls", self._grammar(schemas, self._start(allows_several)))
@@ -101,7 +98,7 @@ class ToolFormat:
 
     def _grammar(self, schemas: Mapping[str, Mapping[str, Any]], start: str) -> str:
         """In Lark. start: the rules that say where calls stand; `named` is a call behind its key `name`."""
-        key = f', "{self.arguments_key}": '
+        key = ', "parameters": ' if self.style == "llama" else ', "arguments": '
         rules = [f"n{i}: {_literal(json.dumps(name) + key)} a{i} {_literal('}')}" for i, name in enumerate(schemas)]
         for i, schema in enumerate(schemas.values()):
             guidance = schema.get("x-guidance")
@@ -139,11 +136,6 @@ class ToolFormat:
     def reader(self, names: Sequence[str]) -> CallReader:
         """A reader of one answer. names: the functions that may be called."""
         return CallReader(self, frozenset(names))
-
-
-def _literal(text: str) -> str:
-    """A text as Lark has it."""
-    return json.dumps(text)
 
 
 class CallReader:
@@ -193,7 +185,7 @@ class CallReader:
         self._held = self._held[len(before) :]
         parts = self._said(before)
         if is_end:
-            calls = self._calls(_without(self._held.lstrip(), CALLS))
+            calls = self._calls(self._held.lstrip().removeprefix(CALLS))
             parts += calls or self._said(self._held)
         return parts
 
@@ -204,7 +196,7 @@ class CallReader:
         may_be_call = any(begun.startswith(start) or start.startswith(begun) for start in starts)
         if not self._has_text and not is_end and may_be_call:
             return []
-        calls = None if self._has_text else self._calls(_without(begun, PYTHON))
+        calls = None if self._has_text else self._calls(begun.removeprefix(PYTHON))
         text, self._held = self._held, ""
         return [*calls] if calls else self._said(text)
 
@@ -214,12 +206,12 @@ class CallReader:
 
     def _calls(self, text: str) -> list[ToolCall] | None:
         """The calls that a text consists of; None if it has anything else."""
-        values, at, decoder = list[Any](), _after_space(text, 0), json.JSONDecoder()
+        values, rest, decoder = list[Any](), BETWEEN.sub("", text, count=1), json.JSONDecoder()
         try:
-            while at < len(text):
-                value, at = decoder.raw_decode(text, at)
+            while rest:
+                value, end = decoder.raw_decode(rest)
                 values += value if isinstance(value, list) else [value]
-                at = _after_space(text, at)
+                rest = BETWEEN.sub("", rest[end:], count=1)
         except (ValueError, RecursionError):
             return None
         calls = list[ToolCall]()
@@ -339,12 +331,3 @@ def _num_certain(text: str, tag: str) -> int:
     if at < 0:
         at = len(text) - max(size for size in range(len(tag)) if text.endswith(tag[:size]))
     return len(text[:at].rstrip())
-
-
-def _without(text: str, mark: str) -> str:
-    return text.removeprefix(mark).lstrip()
-
-
-def _after_space(text: str, at: int) -> int:
-    space = BETWEEN.match(text, at)
-    return space.end() if space else at

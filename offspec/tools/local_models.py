@@ -146,13 +146,9 @@ def removable(model: str) -> tuple[Path, int]:
         if repository.repo_id == model:
             return Path(repository.repo_path), int(repository.size_on_disk)
     path = Path(model)
-    if not is_model(path):
+    if not (path / "config.json").is_file() and not (path.is_file() and path.suffix == ".gguf"):
         raise UsageError(f"{model} is neither a model in the hub's cache nor a folder or file of one")
     return path, size_of(path)
-
-
-def is_model(path: Path) -> bool:
-    return (path / "config.json").is_file() or (path.is_file() and path.suffix == ".gguf")
 
 
 def remove(path: Path) -> None:
