@@ -12,7 +12,7 @@ import json
 import math
 import re
 import struct
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -284,7 +284,8 @@ def _windows(keys: Keys, config: Config, period: int, default: int | None = None
 
     default: the window if the file does not name one.
     """
-    if not (keys.value("attention.sliding_window") if keys.has("attention.sliding_window") else default):
+    window = keys.value("attention.sliding_window")
+    if not (default if window is None else window):
         return {"sliding_window": None}
     listed, count = keys.value("attention.sliding_window_pattern"), config["num_hidden_layers"]
     if isinstance(listed, int) and not isinstance(listed, bool) and listed > 0:
@@ -1005,18 +1006,14 @@ def _name_in_layer(layer: int, name: str, kind: Architecture, num_layers: int) -
     return f"mtp.{short}" if base.startswith("nextn.") else f"mtp.layers.{layer - num_layers}.{short}"
 
 
-def names_of(stored_names: Iterable[str], model_type: str, num_layers: int) -> dict[str, str]:
+def names_of(stored_names: Collection[str], model_type: str, num_layers: int) -> dict[str, str]:
     """llama.cpp's names of a model's matrices → Hugging Face's; {} for a model of which no GGUF file is known."""
     kind = next((each for each in ARCHITECTURES.values() if each.model_type == model_type), None)
-    names = dict[str, str]()
     if kind is None:
-        return names
-    for stored_name in stored_names:
-        if match := _LAYER.fullmatch(stored_name):
-            names[stored_name] = _name_in_layer(int(match[1]), match[2], kind, num_layers)
-        elif stored_name in _SHARED:
-            names[stored_name] = _SHARED[stored_name]
-    return names
+        return {}
+    matches = {name: match for name in stored_names if (match := _LAYER.fullmatch(name))}
+    in_layers = {name: _name_in_layer(int(match[1]), match[2], kind, num_layers) for name, match in matches.items()}
+    return in_layers | {name: _SHARED[name] for name in stored_names if name in _SHARED}
 
 
 def _change(stored_name: str, name: str, kind: Architecture, config: Config) -> Change | None:

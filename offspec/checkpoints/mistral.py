@@ -89,11 +89,10 @@ def translated(checkpoint: MistralCheckpoint) -> TranslatedMistral:
         named = _named(info, config)
         if tensors.setdefault(named.name, named) is not named:
             raise fault(info.path, f"has {show(named.name)} twice, also as {show(name)}; download it again")
-    read_images = (
-        any(name.startswith(_OF_IMAGES) for name in checkpoint.tensors) or "vision_encoder" in checkpoint.config
-    )
+    names = (*checkpoint.tensors, *checkpoint.config)
+    has_images = any(name.startswith(_OF_IMAGES) or name == "vision_encoder" for name in names)
     note = f"{checkpoint.path.name} is a multimodal model; offspec loads its language model only and reads no images"
-    return TranslatedMistral(checkpoint, tensors, config, (note,) if read_images else ())
+    return TranslatedMistral(checkpoint, tensors, config, (note,) if has_images else ())
 
 
 def _named(info: TensorInfo, config: Json) -> TensorInfo:
@@ -114,11 +113,7 @@ def _config(params: Json, path: Path) -> dict[str, Any]:
             f"{where}: {show(unknown[0])} is not supported; use a checkpoint with a config.json"
         )
     if params.get("rope_theta") is None:
-        raise fault(
-            where,
-            "has no rope_theta, which older versions of Mistral's code knew by heart; use a checkpoint "
-            "with a config.json",
-        )
+        raise fault(where, "has no rope_theta, as those of older versions; use a checkpoint with a config.json")
     config = {ours: positive(params, theirs) for ours, theirs in _KEYS.items()}
     heads = config["num_attention_heads"]
     longest = params.get("max_position_embeddings") or params.get("max_seq_len") or _LONGEST
