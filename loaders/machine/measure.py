@@ -235,11 +235,9 @@ def _writing(folder: Path) -> Iterator[None]:
         raise HardwareError(f"{folder}: cannot be written ({exc.strerror or exc}); name a file to read") from exc
 
 
-def _write(file: int, nbytes: int, seconds: float = 1.0) -> None:
-    """Write incompressible bytes to the disk itself, until `nbytes` are written or the time is over."""
-    block = os.urandom(READ_BYTES)
-    deadline = time.perf_counter() + seconds
-    written = 0
+def _write(file: int, nbytes: int) -> None:
+    """Write incompressible bytes to the disk itself, until `nbytes` are written or a second is over."""
+    block, deadline, written = os.urandom(READ_BYTES), time.perf_counter() + 1.0, 0
     while written < nbytes and (written < LEAST_BYTES or time.perf_counter() < deadline):
         written += os.write(file, block[: nbytes - written])
         if written % LEAST_BYTES == 0:  # otherwise a slow disk would need seconds for the last fsync
@@ -347,17 +345,17 @@ def beyond_cache(device: torch.device, nbytes: int, least: int) -> int:
     return max(least, -(-CACHE_MULTIPLE * accelerator_of(device).cache_bytes // nbytes))
 
 
-def measure_memory(device: torch.device, *, nbytes: int = 128 * MIB, seconds: float = 1.0) -> float:
-    """Bytes/s, reads plus writes, of a copy of at least `nbytes` within the device's memory, beyond its cache."""
-    nbytes *= beyond_cache(device, nbytes, 1)
+def measure_memory(device: torch.device, *, seconds: float = 1.0) -> float:
+    """Bytes/s, reads plus writes, of a copy within the device's memory, beyond its cache."""
+    nbytes = 128 * MIB * beyond_cache(device, 128 * MIB, 1)
     source = torch.ones(nbytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * nbytes / typical_seconds(device, lambda: target.copy_(source), seconds)
 
 
-def measure_host_to_device(device: torch.device, *, nbytes: int = 64 * MIB, seconds: float = 1.0) -> float | None:
+def measure_host_to_device(device: torch.device, *, seconds: float = 1.0) -> float | None:
     """Bytes/s of copies from pinned memory; None for a CPU, which has no such link."""
-    accelerator = accelerator_of(device)
+    accelerator, nbytes = accelerator_of(device), 64 * MIB
     if not accelerator.has_own_memory:
         return None
     source = accelerator.page_locked(nbytes).fill_(1)
@@ -371,20 +369,19 @@ def measure_dequantise(
     form: str = "nf4",
     *,
     shape: tuple[int, int] = (8192, 4096),
-    num_weights: int = 4,
     seconds: float = 1.0,
 ) -> float:
     """Weights/s of dequantising whole matrices of a packed format to `dtype`; NF4's for formats without `sized`.
 
-    As in a pass, the matrices fit no cache, and each result is multiplied before the next matrix. num_weights: at least
-    (`beyond_cache`). On a CPU, NF4 without bitsandbytes raises OffspecError.
+    As in a pass, the matrices fit no cache, and each result is multiplied before the next matrix. On a CPU, NF4 without
+    bitsandbytes raises OffspecError.
     """
     weight_format, form = _measured(form)
     if device.type == "cpu":  # a GPU does not need it
         weight_format.prepare()
     stored = weight_format.sized(form, "weight", shape, of_no_file)
     assert stored is not None
-    matrices = _packed_samples(stored, device, num_weights)
+    matrices = _packed_samples(stored, device, 4)
     out, row = torch.zeros(shape, dtype=dtype, device=device), _filled((1, shape[1]), dtype, device)
     seconds_each = typical_seconds(
         device, lambda: next(matrices).dequantize(dtype, out), seconds, before=lambda: F.linear(row, out)

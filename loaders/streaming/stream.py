@@ -346,12 +346,10 @@ def read_piece(reader: Reader, piece: Extent, buffer: HostBuffer) -> None:
     reader.read(piece.path, piece.offset, buffer.view[piece.start : piece.start + piece.nbytes], piece.least)
 
 
-def read_record(
-    reader: Reader, record: Record, num_threads: int = NUM_READERS, *, into: HostBuffer | None = None
-) -> HostBuffer:
+def read_record(reader: Reader, record: Record, *, into: HostBuffer | None = None) -> HostBuffer:
     """Read a record into new memory, or into `into`."""
     slot = HostSlot(into or HostBuffer(record.nbytes))
-    filler = DiskFiller({0: record}, reader, num_threads)
+    filler = DiskFiller({0: record}, reader)
     try:
         filler.fill(slot, 0).wait()
     finally:

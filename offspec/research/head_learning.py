@@ -104,18 +104,9 @@ class HeadWindow(Window):
 class HeadAligner(Aligner):
     """Records texts with the target's states, and trains the head on them."""
 
-    def __init__(
-        self,
-        head: Head,
-        spec: HeadSpec,
-        tensors: Mapping[str, Tensor],
-        params: AlignmentParams | None = None,
-        *,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        params = params or HEAD_PARAMS
-        adapter = HeadAdapter(head, spec, tensors, params.rank, params.seed)
-        self._begin(adapter, head.target.config.vocab_size, params, clock)
+    def __init__(self, head: Head, spec: HeadSpec, tensors: Mapping[str, Tensor]) -> None:
+        adapter = HeadAdapter(head, spec, tensors, HEAD_PARAMS.rank, HEAD_PARAMS.seed)
+        self._begin(adapter, head.target.config.vocab_size, HEAD_PARAMS, time.perf_counter)
         self.head, self._trainable, self._steps = head, adapter, head.num_steps or UNROLLED
         self._width = states_width(spec, head.target.config.hidden_size)
         self.windows = deque(maxlen=NUM_WINDOWS)
