@@ -12,7 +12,7 @@ from, is multiplied with the sums of the row's codes.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -187,18 +187,18 @@ class FormWithMinima(LargeForm):
         scales = [e.shuffle("<16 x i16>", [2 * quarter + i // 16 for i in range(32)], words) for quarter in range(4)]
         minima = e.shuffle("<16 x i16>", [8 + i // 2 for i in range(16)], words)
         low = e.op(f"fneg {self.vector} {self.half(e, block, 2)}")
-        return LargeWeights(list(self.codes(e, block)), scales, minima, self.half(e, block, 0), low)
+        return LargeWeights(
+            [self.codes(e, block, quarter) for quarter in range(4)], scales, minima, self.half(e, block, 0), low
+        )
 
-    def codes(self, e: Emitter, block: str) -> Iterator[str]:
+    def codes(self, e: Emitter, block: str, quarter: int) -> str:
         if isinstance(self.encoding, Q5K):
-            yield from self.encoding.codes(e, block)
-            return
-        for quarter in range(4):
-            loaded = e.op(f"load <16 x i16>, ptr {e.address(block, str(16 + 32 * quarter))}, align 1")
-            twice = e.shuffle("<16 x i16>", [i % 16 for i in range(32)], loaded)
-            distances = ", ".join(f"i16 {4 * (i // 16)}" for i in range(32))
-            moved = e.op(f"lshr <32 x i16> {twice}, <{distances}>")
-            yield of_bytes(e, "and", e.op(f"bitcast <32 x i16> {moved} to <64 x i8>"), 15, 64)
+            return self.encoding.codes(e, block, quarter)
+        loaded = e.op(f"load <16 x i16>, ptr {e.address(block, str(16 + 32 * quarter))}, align 1")
+        twice = e.shuffle("<16 x i16>", [i % 16 for i in range(32)], loaded)
+        distances = ", ".join(f"i16 {4 * (i // 16)}" for i in range(32))
+        moved = e.op(f"lshr <32 x i16> {twice}, <{distances}>")
+        return of_bytes(e, "and", e.op(f"bitcast <32 x i16> {moved} to <64 x i8>"), 15, 64)
 
 
 class SixBitForm(LargeForm):
@@ -209,7 +209,7 @@ class SixBitForm(LargeForm):
         loaded = e.op(f"load <16 x i8>, ptr {e.address(block, '192')}, align 1")
         words = e.op(f"sext <16 x i8> {loaded} to <16 x i16>")
         scales = [e.shuffle("<16 x i16>", [4 * quarter + i // 8 for i in range(32)], words) for quarter in range(4)]
-        codes = list(self.encoding.unsigned(e, block))
+        codes = [self.encoding.unsigned(e, block, quarter) for quarter in range(4)]
         return LargeWeights(codes, scales, words, self.half(e, block, 208), None)
 
 

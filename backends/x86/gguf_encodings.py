@@ -223,42 +223,28 @@ class MXFour(Nibbles):
 
 
 class FiveBit(BlockEncoding):
-    """The fifth bits of 32 codes in one word, then their lower four."""
+    """d fp16, m fp16 where there is one, the fifth bits of 32 codes in one word, then their lower four.
 
-    def codes(self, e: Emitter, place: str) -> Vectors:
+    Without m codes count from -16.
+    """
+
+    def __init__(self, lanes: int, *, has_shift: bool) -> None:
+        super().__init__(lanes)
+        self._num_halves = 2 if has_shift else 1
+        self.num_bytes = 20 + 2 * self._num_halves
+
+    def numbers(self, e: Emitter, step: UnpackingStep) -> Vectors:
+        factors, ints = self.halves(e, step.block, self._num_halves), self._ints
+        place = e.address(step.block, str(2 * self._num_halves))
         for first in range(0, 32, self.lanes):
             whole = self.bytes(e, e.address(place, str(4 + first % 16)))
             bits = e.op(f"load i{self.lanes}, ptr {e.address(place, str(first // 8))}, align 1")
             is_upper = e.op(f"bitcast i{self.lanes} {bits} to <{self.lanes} x i1>")
-            lower = e.op(
-                f"{'and' if first < 16 else 'lshr'} {self._ints} {whole}, splat (i32 {15 if first < 16 else 4})"
-            )
-            upper = e.op(
-                f"select <{self.lanes} x i1> {is_upper}, {self._ints} splat (i32 16), {self._ints} zeroinitializer"
-            )
-            yield first, either(e, lower, upper, self._ints)
-
-
-class Q5Zero(FiveBit):
-    """d fp16, codes of 5 bit, less 16."""
-
-    num_bytes = 22
-
-    def numbers(self, e: Emitter, step: UnpackingStep) -> Vectors:
-        (scale,) = self.halves(e, step.block, 1)
-        for first, codes in self.codes(e, e.address(step.block, "2")):
-            numbers = self.floats(e, e.op(f"sub {self._ints} {codes}, splat (i32 16)"))
-            yield first, self.scaled(e, numbers, scale)
-
-
-class Q5One(FiveBit):
-    """d, m fp16, codes of 5 bit."""
-
-    num_bytes = 24
-
-    def numbers(self, e: Emitter, step: UnpackingStep) -> Vectors:
-        factors = self.halves(e, step.block, 2)
-        for first, codes in self.codes(e, e.address(step.block, "4")):
+            lower = e.op(f"and {ints} {whole}, splat (i32 15)" if first < 16 else f"lshr {ints} {whole}, splat (i32 4)")
+            upper = e.op(f"select <{self.lanes} x i1> {is_upper}, {ints} splat (i32 16), {ints} zeroinitializer")
+            codes = either(e, lower, upper, ints)
+            if self._num_halves == 1:
+                codes = e.op(f"sub {ints} {codes}, splat (i32 16)")
             yield first, self.scaled(e, self.floats(e, codes), *factors)
 
 
@@ -306,10 +292,10 @@ class LargeBlock(BlockEncoding):
 class WithBytes(LargeBlock):
     """Codes whose bits are in several places: those of a block become bytes in the scratch, behind the factors.
 
-    A vector is widened from memory in one instruction; from a register it would take two.
+    A vector is widened from memory in one instruction; from a register it would take two. per_quarter: scales.
     """
 
-    extend = "zext"
+    extend, per_quarter = "zext", 4
 
     @property
     def scratch(self) -> int:  # type: ignore[override]
@@ -317,25 +303,26 @@ class WithBytes(LargeBlock):
 
     def begin_block(self, e: Emitter, row: Row, column: str) -> None:
         super().begin_block(e, row, column)
-        for quarter, codes in enumerate(self.codes(e, self.block(e, row, column))):
+        block = self.block(e, row, column)
+        for quarter in range(4):
+            codes = self.codes(e, block, quarter)
             place = e.address(row[-1], str(4 * self.num_factors + 64 * quarter))
             e.do(f"store <64 x i8> {codes}, ptr {place}, align 64")
 
     @abstractmethod
-    def codes(self, e: Emitter, block: str) -> Iterator[str]:
-        """Those of each quarter, <64 x i8>."""
+    def codes(self, e: Emitter, block: str, quarter: int) -> str:
+        """Those of a quarter, <64 x i8>."""
 
     def numbers(self, e: Emitter, step: UnpackingStep) -> Vectors:
         place = e.address(e.address(step.scratch, str(4 * self.num_factors)), e.i64("shl", step.quarter, 6))
-        factors = self.weight_factors(e, step)
+        firsts = range(
+            0, self.num_factors, 4 * self.per_quarter
+        )  # of the block's scales and, if there are some, shifts
+        factors = [self.factors(e, step, self.per_quarter, first) for first in firsts]
         for first in range(0, 64, self.lanes):
             numbers = self.floats(e, self.bytes(e, e.address(place, str(first)), self.extend))
             part = [factor[first * len(factor) // 64] for factor in factors]
             yield first, self.scaled(e, numbers, *part)
-
-    @abstractmethod
-    def weight_factors(self, e: Emitter, step: UnpackingStep) -> list[list[str]]:
-        """The scales of a quarter and, where there are some, its shifts, in the order of the weights."""
 
     def masked(self, e: Emitter, place: str, moves: tuple[int, int], mask: int, *, is_twice: bool = True) -> str:
         """Bits of 32 bytes from an address on, twice, or of 64 bytes → <64 x i8>.
@@ -348,6 +335,11 @@ class WithBytes(LargeBlock):
         distances = ", ".join(f"i16 {abs(moves[lane // 16])}" for lane in range(32))
         moved = e.op(f"{'lshr' if min(moves) < 0 else 'shl'} <32 x i16> {words}, <{distances}>")
         return of_bytes(e, "and", e.op(f"bitcast <32 x i16> {moved} to <64 x i8>"), mask, 64)
+
+    def crumbs(self, e: Emitter, place: str, quarter: int) -> str:
+        """Codes of two bits: four of a byte are 32 weights apart, 32 bytes are half a block."""
+        down = -4 * (quarter % 2)
+        return self.masked(e, e.address(place, str(32 * (quarter // 2))), (down, down - 2), 3)
 
 
 class IQ4XS(Nibbles, LargeBlock):
@@ -409,17 +401,13 @@ class Q4K(Nibbles, WithMinima):
 class Q5K(WithMinima, WithBytes):
     """Then fifth bits (eight of a byte are 32 weights apart), then the lower four as in Q4_K."""
 
-    num_bytes = 176
+    num_bytes, per_quarter = 176, 2
 
-    def codes(self, e: Emitter, block: str) -> Iterator[str]:
-        for quarter in range(4):
-            lower = self.masked(e, e.address(block, str(48 + 32 * quarter)), (0, -4), 15)
-            up = 4 - 2 * quarter
-            upper = self.masked(e, e.address(block, "16"), (up, up - 1), 16)
-            yield either(e, lower, upper, "<64 x i8>")
-
-    def weight_factors(self, e: Emitter, step: UnpackingStep) -> list[list[str]]:
-        return [self.factors(e, step, 2), self.factors(e, step, 2, 8)]
+    def codes(self, e: Emitter, block: str, quarter: int) -> str:
+        lower = self.masked(e, e.address(block, str(48 + 32 * quarter)), (0, -4), 15)
+        up = 4 - 2 * quarter
+        upper = self.masked(e, e.address(block, "16"), (up, up - 1), 16)
+        return either(e, lower, upper, "<64 x i8>")
 
 
 class Q2K(WithBytes):
@@ -438,12 +426,8 @@ class Q2K(WithBytes):
         ]
         return e.shuffle("<16 x float>", range(32), *pair)
 
-    def codes(self, e: Emitter, block: str) -> Iterator[str]:
-        for quarter in range(4):
-            yield crumbs(self, e, e.address(block, "16"), quarter)
-
-    def weight_factors(self, e: Emitter, step: UnpackingStep) -> list[list[str]]:
-        return [self.factors(e, step, 4), self.factors(e, step, 4, 16)]
+    def codes(self, e: Emitter, block: str, quarter: int) -> str:
+        return self.crumbs(e, e.address(block, "16"), quarter)
 
 
 class Q3K(WithBytes):
@@ -462,15 +446,11 @@ class Q3K(WithBytes):
         numbers = of_bytes(e, "sub", e.op(f"bitcast <4 x i32> {codes} to <16 x i8>"), 32, 16)
         return self.product(e, numbers, "sitofp i8", 16, self.half(e, block, 108, 16))
 
-    def codes(self, e: Emitter, block: str) -> Iterator[str]:
-        for quarter in range(4):
-            up = 2 - 2 * quarter
-            third = self.masked(e, block, (up, up - 1), 4)
-            codes = either(e, crumbs(self, e, e.address(block, "32"), quarter), third, "<64 x i8>")
-            yield of_bytes(e, "sub", codes, 4, 64)
-
-    def weight_factors(self, e: Emitter, step: UnpackingStep) -> list[list[str]]:
-        return [self.factors(e, step, 4)]
+    def codes(self, e: Emitter, block: str, quarter: int) -> str:
+        up = 2 - 2 * quarter
+        third = self.masked(e, block, (up, up - 1), 4)
+        codes = either(e, self.crumbs(e, e.address(block, "32"), quarter), third, "<64 x i8>")
+        return of_bytes(e, "sub", codes, 4, 64)
 
 
 class Q6K(WithBytes):
@@ -482,50 +462,35 @@ class Q6K(WithBytes):
         codes = e.op(f"load <16 x i8>, ptr {e.address(block, '192')}, align 1")
         return self.product(e, codes, "sitofp i8", 16, self.half(e, block, 208, 16))
 
-    def codes(self, e: Emitter, block: str) -> Iterator[str]:
-        for codes in self.unsigned(e, block):
-            yield of_bytes(e, "sub", codes, 32, 64)
+    def codes(self, e: Emitter, block: str, quarter: int) -> str:
+        return of_bytes(e, "sub", self.unsigned(e, block, quarter), 32, 64)
 
-    def unsigned(self, e: Emitter, block: str) -> Iterator[str]:
-        """The codes of each quarter, <64 x i8>."""
-        for quarter in range(4):
-            half, down = divmod(quarter, 2)
-            lower = self.masked(e, e.address(block, str(64 * half)), (-4 * down, -4 * down), 15, is_twice=False)
-            moves = (0, -2) if down else (4, 2)
-            upper = self.masked(e, e.address(block, str(128 + 32 * half)), moves, 48)
-            yield either(e, lower, upper, "<64 x i8>")
-
-    def weight_factors(self, e: Emitter, step: UnpackingStep) -> list[list[str]]:
-        return [self.factors(e, step, 4)]
-
-
-def crumbs(encoding: WithBytes, e: Emitter, place: str, quarter: int) -> str:
-    """Codes of two bits: four of a byte are 32 weights apart, 32 bytes are half a block."""
-    down = -4 * (quarter % 2)
-    return encoding.masked(e, e.address(place, str(32 * (quarter // 2))), (down, down - 2), 3)
+    def unsigned(self, e: Emitter, block: str, quarter: int) -> str:
+        """The codes of a quarter, <64 x i8>."""
+        half, down = divmod(quarter, 2)
+        lower = self.masked(e, e.address(block, str(64 * half)), (-4 * down, -4 * down), 15, is_twice=False)
+        moves = (0, -2) if down else (4, 2)
+        upper = self.masked(e, e.address(block, str(128 + 32 * half)), moves, 48)
+        return either(e, lower, upper, "<64 x i8>")
 
 
 def block_encoding(name: str, lanes: int, values: Sequence[float]) -> BlockEncoding | None:
     """The encoding of a type; None for other types. values: of the 16 codes of a type that looks them up."""
-    if name in _NIBBLES:
-        return _NIBBLES[name](lanes, values)
-    return _PLAIN[name](lanes) if name in _PLAIN else None
+    return _ENCODINGS[name](lanes, values) if name in _ENCODINGS else None
 
 
-_NIBBLES: Mapping[str, Callable[[int, Sequence[float]], BlockEncoding]] = {
+_ENCODINGS: Mapping[str, Callable[[int, Sequence[float]], BlockEncoding]] = {
     "Q4_0": lambda lanes, _: NibblesOf32(lanes, range(-8, 8)),
     "Q4_1": lambda lanes, _: NibblesOf32(lanes, range(16), has_shift=True),
     "Q4_K": lambda lanes, _: Q4K(lanes, range(16)),
     "IQ4_NL": NibblesOf32,
     "IQ4_XS": IQ4XS,
     "MXFP4": MXFour,
-}
-_PLAIN: Mapping[str, Callable[[int], BlockEncoding]] = {
-    "Q8_0": Q8Zero,
-    "Q5_0": Q5Zero,
-    "Q5_1": Q5One,
-    "Q2_K": Q2K,
-    "Q3_K": Q3K,
-    "Q5_K": Q5K,
-    "Q6_K": Q6K,
+    "Q8_0": lambda lanes, _: Q8Zero(lanes),
+    "Q5_0": lambda lanes, _: FiveBit(lanes, has_shift=False),
+    "Q5_1": lambda lanes, _: FiveBit(lanes, has_shift=True),
+    "Q2_K": lambda lanes, _: Q2K(lanes),
+    "Q3_K": lambda lanes, _: Q3K(lanes),
+    "Q5_K": lambda lanes, _: Q5K(lanes),
+    "Q6_K": lambda lanes, _: Q6K(lanes),
 }
