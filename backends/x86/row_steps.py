@@ -291,7 +291,8 @@ class Rotation(RowStep):
 class Silu(EachNumber):
     """silu of each number."""
 
-    names, pointers = ("x", "out", "width"), 2
+    names: tuple[str, ...] = ("x", "out", "width")
+    pointers = 2
 
     def made(self, e: Emitter, *numbers: str) -> str:
         return e.op(f"fdiv {self.vector} {numbers[0]}, {sigmoid_divisor(e, numbers[0], self.lanes)}")
