@@ -45,7 +45,7 @@ from offspec.loaders.convert import convert
 from offspec.loaders.files.gguf_types import GGUF_TYPES
 from offspec.loaders.formats.gguf import GgufMatrix
 from offspec.loaders.params import CONVERT_FORMATS, SHADOW_FORMATS, ConvertParams
-from offspec.loaders.streaming.placement import ExpertSlots, Limits, Place, Placement, Slots, Tier
+from offspec.loaders.streaming.placement import ExpertSlots, Limits, Placement, Slots, Tier
 from offspec.loaders.streaming.weights import RamWeights
 from offspec.model.decoder import CachedDecoder, Decoder, pass_together
 from offspec.model.exactness import reason_against_exactness
@@ -70,7 +70,7 @@ def open_files(folder: Path, dtype: str) -> ModelFiles:
 def decoder_of(files: ModelFiles, *, is_streamed: bool, is_exact: bool, synchronous: bool = False) -> Decoder:
     """A decoder with all layers in RAM, or read from the disk in each pass, with slots for a third of the experts."""
     costs = [layer.cost(files.dtype) for layer in files.stored.layers]
-    places = [Place(Tier.DISK if is_streamed else Tier.DEVICE)] * len(costs)
+    places = [Tier.DISK if is_streamed else Tier.DEVICE] * len(costs)
     slots = Slots(2, 0, max(cost.slot_bytes for cost in costs)) if is_streamed else Slots(0, 0, 0)
     num_experts = sum(len(units) for units in files.stored.experts.values())
     experts = ExpertSlots(max(1, num_experts // 3)) if is_streamed else ExpertSlots(num_experts, are_resident=True)

@@ -1,4 +1,4 @@
-"""Decides where each unit of weights lies between passes (`Place`), and predicts the seconds of a pass.
+"""Decides where each unit of weights lies between passes (`Tier`), and predicts the seconds of a pass.
 
 These are pure functions of numbers: they read, measure and allocate nothing. A unit is its bytes and its compute time;
 each layer is one, without its experts. Which of these a pass needs is only known while it computes: they get slots
@@ -8,7 +8,7 @@ each layer is one, without its experts. Which of these a pass needs is only know
 from __future__ import annotations
 
 import math
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -32,14 +32,6 @@ class Tier(Enum):
     DEVICE = "resident"
     RAM = "in RAM"
     DISK = "on disk"
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a unit lies between passes, and the number of the device that computes with it."""
-
-    tier: Tier
-    device: int = 0
 
 
 @dataclass(frozen=True)
@@ -141,7 +133,7 @@ class Limits:
 class Slots:
     """Slots for streamed units, `nbytes` each.
 
-    num: on each compute device. num_host: in RAM, for a GPU's units on disk.
+    num: on the device. num_host: in RAM, for a GPU's units on disk.
     """
 
     num: int
@@ -156,7 +148,7 @@ class Placement:
     entries_in_ram: those of the streamed units whose KV entries are in RAM.
     """
 
-    places: tuple[Place, ...]
+    places: tuple[Tier, ...]
     slots: Slots
     items: tuple[Item, ...]
     limits: Limits
@@ -167,7 +159,7 @@ class Placement:
 
     @cached_property
     def resident(self) -> tuple[int, ...]:
-        """The numbers of the units on their device."""
+        """The numbers of the units on the device."""
         return self._in(Tier.DEVICE)
 
     @cached_property
@@ -194,15 +186,15 @@ class Placement:
         return not self.streamed and (self.experts.are_resident or self.experts == ExpertSlots())
 
     def _in(self, *tiers: Tier) -> tuple[int, ...]:
-        return tuple(unit for unit, place in enumerate(self.places) if place.tier in tiers)
+        return tuple(unit for unit, place in enumerate(self.places) if place in tiers)
 
 
 def places_of(
     *, resident: Iterable[int] = (), in_ram: Iterable[int] = (), on_disk: Iterable[int] = ()
-) -> tuple[Place, ...]:
-    """The places of units on one device; the arguments together are the numbers of all units."""
+) -> tuple[Tier, ...]:
+    """The places of units; the arguments together are the numbers of all units."""
     tiers = {unit: tier for tier, units in zip(Tier, (resident, in_ram, on_disk), strict=True) for unit in units}
-    return tuple(Place(tiers[unit]) for unit in range(len(tiers)))
+    return tuple(tiers[unit] for unit in range(len(tiers)))
 
 
 def spread(num_units: int, num_chosen: int) -> tuple[int, ...]:
@@ -404,35 +396,31 @@ def predict_pass_s(
 ) -> float:
     """Seconds of one pass over `rows` rows in the steady state: the third pass of a slot-by-slot simulation of rings.
 
-    Each device has a link and slots of its own; the disk is common. entry_share: the share of KV entries in RAM that is
-    in use, and comes through the link beside its unit.
+    entry_share: the share of KV entries in RAM that is in use, and comes through the link beside its unit.
     """
     slots, far = placement.slots, set(placement.entries_in_ram)
-    now = disk_free = began = 0.0
-    link_free = defaultdict[int, float](float)
-    freed = defaultdict[int, deque[float]](lambda: deque([0.0] * slots.num))
-    host_freed = deque([0.0] * slots.num_host)
+    now = disk_free = link_free = began = 0.0
+    freed, host_freed = deque([0.0] * slots.num), deque([0.0] * slots.num_host)
     # A ring reads ahead: a unit's transfer begins as soon as link and slot are free, independent of computation.
     for _ in range(3):
         began = now
         for i, (place, compute_s) in enumerate(zip(placement.places, rates.compute_s, strict=True)):
-            if place.tier is Tier.DEVICE:
+            if place is Tier.DEVICE:
                 now += compute_s
                 continue
-            arrived, nbytes = freed[place.device].popleft(), units[i].pass_bytes(rows)
-            if place.tier is Tier.DISK:
+            arrived, nbytes = freed.popleft(), units[i].pass_bytes(rows)
+            if place is Tier.DISK:
                 begins = host_freed.popleft() if host_freed else arrived
                 disk_free = max(disk_free, begins) + nbytes / rates.disk_bytes_per_s
                 arrived = max(arrived, disk_free)
             if i in far:
                 nbytes += round(entry_share * units[i].entry_bytes)
             if rates.host_to_device_bytes_per_s is not None:
-                arrived = max(link_free[place.device], arrived) + nbytes / rates.host_to_device_bytes_per_s
-                link_free[place.device] = arrived
-            if place.tier is Tier.DISK and slots.num_host:
+                arrived = link_free = max(link_free, arrived) + nbytes / rates.host_to_device_bytes_per_s
+            if place is Tier.DISK and slots.num_host:
                 host_freed.append(arrived)
             now = max(now, arrived) + compute_s
-            freed[place.device].append(now)
+            freed.append(now)
     return now - began
 
 

@@ -145,7 +145,7 @@ class Plan:
     @property
     def tiers(self) -> str:
         """The number of layers in each tier, such as "32 resident, 48 in RAM"."""
-        counts = Counter(place.tier for place in self.placement.places)
+        counts = Counter(self.placement.places)
         return ", ".join(f"{counts[tier]} {tier.value}" for tier in Tier if tier in counts)
 
     @property
