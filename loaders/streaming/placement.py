@@ -268,25 +268,25 @@ def _place_with_experts(
         placement = place(units, [*items, Item(EXPERTS_ITEM, experts.resident_bytes)], limits, pinned)
         if not placement.streamed:
             return replace(placement, experts=ExpertSlots(experts.num, are_resident=True))
-    least = experts.least * experts.slot_bytes
-    on_gpu = limits.device is not None
-    needed = Item(EXPERTS_ITEM, least, least if on_gpu else 0)
+    slot, spare, least = experts.slot_bytes, experts.num - experts.least, experts.least
+    host_least = 0 if limits.device is None else least
+    needed = Item(EXPERTS_ITEM, least * slot, host_least * slot)
     placement = place(units, [*items, needed], limits, pinned)
-    free_ram = limits.ram - placement.ram_bytes
-    free = free_ram if limits.device is None else limits.device - placement.device_bytes
+    free, free_host = limits.ram - placement.ram_bytes, 0
+    if limits.device is not None:
+        free, free_host = limits.device - placement.device_bytes, free
     # With layers on disk, all memory is theirs: every pass needs each of them.
-    more = 0 if placement.streamed else min(free // experts.slot_bytes, experts.num - experts.least)
-    more_host = (
-        0 if placement.on_disk or not on_gpu else min(free_ram // experts.slot_bytes, experts.num - experts.least)
-    )
-    nbytes, host_bytes = more * experts.slot_bytes, more_host * experts.slot_bytes
-    item = Item(EXPERTS_ITEM, least + nbytes, least + host_bytes if on_gpu else 0)
+    more = 0 if placement.streamed else min(free // slot, spare)
+    more_host = 0 if placement.on_disk else min(free_host // slot, spare)
+    slots = ExpertSlots(least + more, host_least + more_host)
+    on_device, in_ram = (0, more) if limits.device is None else (more, more_host)
+    item = Item(EXPERTS_ITEM, slots.device * slot, slots.host * slot)
     return replace(
         placement,
         items=(*(each for each in placement.items if each != needed), item),
-        device_bytes=placement.device_bytes + (nbytes if on_gpu else 0),
-        ram_bytes=placement.ram_bytes + (host_bytes if on_gpu else nbytes),
-        experts=ExpertSlots(experts.least + more, experts.least + more_host if on_gpu else 0),
+        device_bytes=placement.device_bytes + on_device * slot,
+        ram_bytes=placement.ram_bytes + in_ram * slot,
+        experts=slots,
     )
 
 
@@ -424,9 +424,7 @@ def predict_pass_s(
     return now - began
 
 
-def predict_experts_s(
-    experts: ExpertsCost, slots: ExpertSlots, times: ExpertTimes, rows: int, *, on_gpu: bool
-) -> float:
+def predict_experts_s(experts: ExpertsCost, slots: ExpertSlots, times: ExpertTimes, rows: int) -> float:
     """Seconds of the experts of one layer in a pass over `rows` rows.
 
     Slots are assumed to hold what rows choose no more often than the rest. Reads, the link, the CPU and the device work
@@ -436,7 +434,7 @@ def predict_experts_s(
     if slots.are_resident:
         return num_used * times.compute_s
     num_far = num_used * (1 - slots.device / experts.num)
-    if not on_gpu:
+    if not slots.host:  # the device computes in RAM
         return max(num_used * times.compute_s, num_far * times.disk_s)
     num_read = num_used * (1 - slots.host / experts.num)
     far_s = 1 / (1 / times.host_s + 1 / times.link_s) if times.link_s else 0.0

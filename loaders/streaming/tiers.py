@@ -264,12 +264,11 @@ class TieredWeights:
                 buffer = record.on(self._device, self._read(record).tensor)
                 resident[layer] = [unit.bind(buffer, self._dtype, is_kept=True, record=record) for unit in units]
             return ResidentExperts(resident, self._dtype, self._device)
-        slots, on_gpu = self._placement.experts, self._accelerator.has_own_memory
+        slots = self._placement.experts
         slot_bytes = max(unit.record.nbytes for units in experts.values() for unit in units)
-        in_ram = self._host_experts if on_gpu else experts
-        cached = CachedExperts(in_ram, slots.host if on_gpu else slots.device, slot_bytes, self._dtype, self._reader)
-        if not on_gpu:
-            return cached
+        if not self._accelerator.has_own_memory:
+            return CachedExperts(experts, slots.device, slot_bytes, self._dtype, self._reader)
+        cached = CachedExperts(self._host_experts, slots.host, slot_bytes, self._dtype, self._reader)
         if self._accelerator.pin(cached.memory):
             self._pinned.append(cached.memory)
         else:

@@ -210,7 +210,7 @@ class Plan:
         experts = self.experts
         if experts is None or self.placement.experts.are_resident:
             return None
-        on_gpu, rows = self.placement.limits.device is not None, experts.rows_of_each(width)
+        rows = experts.rows_of_each(width)
         element_s = seconds_per_element(rates.matmul_flops, rows)
         host_s = seconds_per_element(rates.host_matmul_flops, rows) if rates.host_matmul_flops else math.inf
         times = ExpertTimes(
@@ -220,7 +220,7 @@ class Plan:
             experts.read_bytes / (rates.disk_bytes_per_s or math.inf),
         )
         share = experts.num / experts.in_layer / len(self.layers)  # of layers that have experts
-        return share * predict_experts_s(experts, self.placement.experts, times, width, on_gpu=on_gpu)
+        return share * predict_experts_s(experts, self.placement.experts, times, width)
 
     def expert_choice(self, rates: Rates) -> ExpertChoice | None:
         """The costs by which the CPU beside a GPU computes some experts; None if they are not known, or it does not."""

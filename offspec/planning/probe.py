@@ -84,12 +84,11 @@ def with_expert_rates(rates: Rates, plan: Plan, device: torch.device) -> Rates:
     target, experts = plan.inputs.target, plan.experts
     if experts is None or plan.placement.experts.are_resident:
         return rates
-    has_gpu = accelerator_of(device).has_own_memory
-    in_ram = plan.placement.experts.host if has_gpu else plan.placement.experts.device
-    if rates.disk_bytes_per_s is None and in_ram < experts.num:
+    slots = plan.placement.experts
+    if rates.disk_bytes_per_s is None and (slots.host or slots.device) < experts.num:
         extent = next(iter(target.stored.experts.values()))[0].record.extents[0]
         rates = replace(rates, disk_bytes_per_s=measure_disk(extent.path, seconds=0.5).bytes_per_s)
-    if not has_gpu:
+    if not slots.host:  # the device computes in RAM
         return rates
     link = rates.host_to_device_bytes_per_s or measure_host_to_device(device, seconds=0.3)
     return replace(rates, host_to_device_bytes_per_s=link, host_matmul_flops=host_flops(target))

@@ -187,14 +187,14 @@ def test_experts_take_their_slowest_way() -> None:
     experts, half = experts_of(), ExpertSlots(32)
     assert experts.num_used(1) == pytest.approx(2)
     times = ExpertTimes(compute_s=1.0, disk_s=4.0)
-    assert predict_experts_s(experts, ExpertSlots(64, 0, True), times, 1, on_gpu=False) == pytest.approx(2)
-    assert predict_experts_s(experts, half, times, 1, on_gpu=False) == pytest.approx(4)
-    assert predict_experts_s(experts, half, times, 10**4, on_gpu=False) == pytest.approx(32)
+    assert predict_experts_s(experts, ExpertSlots(64, 0, True), times, 1) == pytest.approx(2)
+    assert predict_experts_s(experts, half, times, 1) == pytest.approx(4)
+    assert predict_experts_s(experts, half, times, 10**4) == pytest.approx(32)
     # The CPU and the link share what is not on the device: a third of it each time that both need in turn.
     beside = ExpertTimes(compute_s=0.1, host_s=2.0, link_s=1.0, disk_s=4.0)
     in_ram, on_disk = ExpertSlots(16, 64), ExpertSlots(16, 48)
-    assert predict_experts_s(experts, in_ram, beside, 1, on_gpu=True) == pytest.approx(2 * 0.75 * 2 / 3)
-    assert predict_experts_s(experts, on_disk, beside, 1, on_gpu=True) == pytest.approx(2 * 0.25 * 4)
+    assert predict_experts_s(experts, in_ram, beside, 1) == pytest.approx(2 * 0.75 * 2 / 3)
+    assert predict_experts_s(experts, on_disk, beside, 1) == pytest.approx(2 * 0.25 * 4)
 
 
 @examples(320)
