@@ -64,7 +64,7 @@ FORMS = ("bf16", "bf16-packed", "nf4", "q4_k", Q8_0)
 
 
 def open_files(folder: Path, dtype: str) -> ModelFiles:
-    return ModelFiles.open(folder, dtype, "cpu", [])
+    return ModelFiles.open(folder, dtype, [])
 
 
 def decoder_of(files: ModelFiles, *, is_streamed: bool, is_exact: bool, synchronous: bool = False) -> Decoder:

@@ -141,7 +141,7 @@ def grow_exit(exit_file: Path, source: Path, grown: Path, shape: Shape) -> Path:
 
     It stands behind the large layer that computes what the small layer before it does. Raises an OffspecError.
     """
-    small, big = (ModelFiles.open(path, "bf16", "cpu", []) for path in (source, grown))
+    small, big = (ModelFiles.open(path, "bf16", []) for path in (source, grown))
     file, layout = ExitFile.open(exit_file, small), Layout(small.config, shape)
     weights = file.load(torch.bfloat16, torch.device("cpu"))
     before = next(large for large, small_layer in layout.layers.items() if small_layer == file.exit_layer - 1)

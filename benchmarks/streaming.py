@@ -150,7 +150,7 @@ class OneLayer(WeightSource):
 
 def run_one(folder: Path, ram: int, widths: list[int], repeats: int, dtype: str) -> dict[str, Any]:
     """All measurements within one RAM limit."""
-    files = ModelFiles.open(folder, dtype, "cpu", [])
+    files = ModelFiles.open(folder, dtype, [])
     largest = max(folder.glob("*.safetensors"), key=lambda path: path.stat().st_size)
     plan = plan_here(files, [], read_hardware(CPU), MemoryOptions(ram=ram, context=CONTEXT))
     rates = measure_rates(

@@ -176,7 +176,7 @@ def open_models(
     machine: its rates decide where several drafts are possible.
     """
     path = locate(options.model, options.revision, "target")
-    files = ModelFiles.open(path, options.dtype, device_type, notes)
+    files = ModelFiles.open(path, options.dtype, notes)
     tokenizer = Tokenizer.load(files.checkpoint.tokenizer_path or files.checkpoint.path)
     if options.chats:
         tokenizer.check_chat_template()

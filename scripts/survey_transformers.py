@@ -117,7 +117,7 @@ def judge(model_type: str, folder: Path) -> str:
     except Exception as exc:  # noqa: BLE001 (configs that have sizes of other names raise what they like)
         return f"not made: {' '.join(str(exc).split())[:120]}"
     try:
-        files = ModelFiles.open(folder, "fp32", "cpu", [])
+        files = ModelFiles.open(folder, "fp32", [])
     except OffspecError as exc:
         return f"refused: {str(exc).removeprefix(f'{folder}: ')}"
     decoder = load_decoder(files, all_resident(files), torch.device("cpu"))

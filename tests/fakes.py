@@ -516,7 +516,7 @@ class TinyModel:
 
     def decoder(self, dtype: torch.dtype = torch.float32, device: torch.device = CPU) -> Decoder:
         """Read from the folder anew, the way the engine does it."""
-        files = replace(ModelFiles.open(self.folder, "fp32", device.type, []), dtype=dtype)
+        files = replace(ModelFiles.open(self.folder, "fp32", []), dtype=dtype)
         return load_decoder(files, all_resident(files), device)
 
     def lending_decoder(self) -> tuple[Decoder, LendingWeights]:

@@ -37,7 +37,7 @@ from .timing import median_s, synchronize
 def draft_rounds(bench: Bench, name: str) -> Iterator[Figures]:
     """A round of the built-in and the grown draft: launched kernel by kernel, and as a CUDA graph."""
     _, grown = bench.grown(name)
-    files = ModelFiles.open(builtin.path("draft"), "bf16", bench.device.type, [])
+    files = ModelFiles.open(builtin.path("draft"), "bf16", [])
     small = load_decoder(files, all_resident(files), bench.device)
     weights = TieredWeights(
         grown.files.stored,

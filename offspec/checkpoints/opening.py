@@ -39,7 +39,7 @@ from .language_model import language_model
 from .transformers_models import read_foreign_config
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-AUTO, AUTO_WITHOUT_BF16 = "auto", "auto without bf16"
+AUTO, AUTO_ON_GPU, AUTO_WITHOUT_BF16 = "auto", "auto on a GPU", "auto without bf16"
 # Families whose activations exceed 65504, fp16's largest number (vLLM's _FLOAT16_NOT_SUPPORTED_MODELS).
 BEYOND_FP16 = frozenset({"gemma2", "gemma3", "gemma3_text", "gemma4_text", "glm4", "plamo2"})
 SMALL_MODEL_BYTES = 2 * 2**30
@@ -69,9 +69,7 @@ class ModelFiles:
     forgets: bool = False
 
     @classmethod
-    def open(
-        cls, path: Path, dtype: str, device_type: str, notes: list[Note], *, headers_only: bool = False
-    ) -> ModelFiles:
+    def open(cls, path: Path, dtype: str, notes: list[Note], *, headers_only: bool = False) -> ModelFiles:
         """Read headers. dtype: auto, bf16, fp16 or fp32; notes get auto's choice. Raises a subclass of OffspecError."""
         checkpoint = language_model(open_checkpoint(path, headers_only=headers_only))
         notes += [Note(text) for text in (*checkpoint.notes, *format_notes(checkpoint))]
@@ -105,10 +103,10 @@ class ModelFiles:
                 raise
             raise CheckpointError(f"{path}: {exc}") from exc
         check_tensors(stored.by_name, config, path)
-        return cls(checkpoint, config, stored, choose_dtype(dtype, path.name, config, stored, device_type, notes))
+        return cls(checkpoint, config, stored, choose_dtype(dtype, path.name, config, stored, notes))
 
     @classmethod
-    def from_config(cls, path: Path, form: str | None, dtype: str, device_type: str, notes: list[Note]) -> ModelFiles:
+    def from_config(cls, path: Path, form: str | None, dtype: str, notes: list[Note]) -> ModelFiles:
         """A model to plan with: from headers, or from config.json alone, also in another format `form`.
 
         Raises a subclass of OffspecError, also for damaged weights.
@@ -116,20 +114,18 @@ class ModelFiles:
         why = "as asked"
         if form is None:
             try:
-                return cls.open(path, dtype, device_type, notes, headers_only=True)
+                return cls.open(path, dtype, notes, headers_only=True)
             except MissingWeightsError:
                 why = "weights are missing"
         checkpoint = language_model(open_config(path))
         notes += [Note(text) for text in checkpoint.notes]
-        made = cls.of_config(checkpoint, form, dtype, device_type, notes)
+        made = cls.of_config(checkpoint, form, dtype, notes)
         as_form = form or plan_form(checkpoint.config)
         notes.append(Note(f"sizes of {path.name} as {as_form}, from config.json alone ({why})"))
         return made
 
     @classmethod
-    def of_config(
-        cls, checkpoint: Checkpoint, form: str | None, dtype: str, device_type: str, notes: list[Note]
-    ) -> ModelFiles:
+    def of_config(cls, checkpoint: Checkpoint, form: str | None, dtype: str, notes: list[Note]) -> ModelFiles:
         """A model to plan with, of which only the config is read. form: None is the one that the config names."""
         path = checkpoint.path
         config, form = _config(path, checkpoint.config, None, notes), form or plan_form(checkpoint.config)
@@ -137,7 +133,7 @@ class ModelFiles:
             description = f"{path}: GGUF files of model_type {config.model_type} are not supported"
             raise UnsupportedModelError(f"{description}; plan for another `format`, such as nf4")
         stored = stored_from_config(config, form)
-        return cls(checkpoint, config, stored, choose_dtype(dtype, path.name, config, stored, device_type, notes))
+        return cls(checkpoint, config, stored, choose_dtype(dtype, path.name, config, stored, notes))
 
     @cached_property
     def packed_form(self) -> str | None:
@@ -286,19 +282,19 @@ def choose_device(wanted: str, notes: list[Note]) -> torch.device:
 
 
 def dtype_on(wanted: str, gpu: Gpu | None) -> str:
-    """The dtype to open models with on a GPU: `auto` becomes AUTO_WITHOUT_BF16 for a card that lacks bf16."""
-    return AUTO_WITHOUT_BF16 if wanted == AUTO and gpu is not None and not gpu.has_bf16 else wanted
+    """The dtype to open models with: `auto` becomes another kind of it for a GPU, by whether the card has bf16."""
+    if wanted != AUTO or gpu is None:
+        return wanted
+    return AUTO_ON_GPU if gpu.has_bf16 else AUTO_WITHOUT_BF16
 
 
-def choose_dtype(
-    wanted: str, name: str, config: ModelConfig, stored: StoredModel, device_type: str, notes: list[Note]
-) -> torch.dtype:
+def choose_dtype(wanted: str, name: str, config: ModelConfig, stored: StoredModel, notes: list[Note]) -> torch.dtype:
     """`auto` is the checkpoint's dtype, but fp32 for a small model on a CPU, where exact text costs little."""
-    if wanted not in (AUTO, AUTO_WITHOUT_BF16):
+    if wanted not in (AUTO, AUTO_ON_GPU, AUTO_WITHOUT_BF16):
         if wanted not in DTYPES:
             raise UsageError(f"`dtype={wanted}` is unknown; use auto, {', '.join(DTYPES)}")
         return DTYPES[wanted]
-    if device_type == "cpu" and 4 * count_parameters(stored) <= SMALL_MODEL_BYTES:
+    if wanted == AUTO and 4 * count_parameters(stored) <= SMALL_MODEL_BYTES:
         notes.append(Note(f"dtype fp32 for {name} (a small model)"))
         return torch.float32
     kept = stored.shared[config.embedding_name].dtype
@@ -313,15 +309,15 @@ def choose_dtype(
         advice = "if logits are not finite, use `dtype=fp32`"
         notes.append(Note(f"dtype fp16 for {name} ({why}; fp16 has a smaller range: {advice})", advice=True))
         return torch.float16
-    is_slow = device_type == "cpu" and chosen is torch.float16 and "avx512_bf16" in instructions()
+    is_slow = wanted == AUTO and chosen is torch.float16 and "avx512_bf16" in instructions()
     remedy = "; bf16 may be several times as fast on this CPU (`dtype=bf16`)" if is_slow else ""
     notes.append(Note(f"dtype {str(chosen).removeprefix('torch.')} for {name} (the checkpoint's own){remedy}", is_slow))
     return chosen
 
 
-def open_target(model: str, revision: str | None, dtype: str, device_type: str) -> ModelFiles:
+def open_target(model: str, revision: str | None, dtype: str) -> ModelFiles:
     """Open MODEL as a target. Raises a subclass of OffspecError."""
-    return ModelFiles.open(locate(model, revision, "target"), dtype, device_type, [])
+    return ModelFiles.open(locate(model, revision, "target"), dtype, [])
 
 
 def locate(

@@ -64,7 +64,7 @@ class FamilyDraft:
         return self.files.weight_bytes
 
 
-def family_draft(target: ModelFiles, dtype: str, device_type: str) -> FamilyDraft | None:
+def family_draft(target: ModelFiles, dtype: str) -> FamilyDraft | None:
     """The draft of the target's family; None if none is known that is small beside it."""
     fitting = {
         name: config
@@ -75,7 +75,7 @@ def family_draft(target: ModelFiles, dtype: str, device_type: str) -> FamilyDraf
         return None
     name = max(fitting, key=lambda name: target.config.model_type.startswith(fitting[name]["model_type"]))
     checkpoint = SafetensorsCheckpoint(Path(name), fitting[name], {}, {})
-    files = ModelFiles.of_config(checkpoint, None, dtype, device_type, [])
+    files = ModelFiles.of_config(checkpoint, None, dtype, [])
     return FamilyDraft(name, files) if files.num_parameters * LEAST_RATIO <= target.num_parameters else None
 
 

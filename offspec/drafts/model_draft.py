@@ -215,7 +215,7 @@ class OpenedModel:
         name, options = request.options.draft, request.options
         options.refuse_exit_file()
         path = locate(name, None, "draft", weights=request.tokenizer is not None)
-        settings = (request.dtype, request.device_type, request.notes)
+        settings = (request.dtype, request.notes)
         if request.tokenizer is None:
             return cls.planned(name, ModelFiles.from_config(path, None, *settings), request)
         files = _in_fastest_rows(ModelFiles.open(path, *settings), request)

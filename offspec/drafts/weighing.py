@@ -137,7 +137,7 @@ class Scales:
         """The small model of a dense target's family: each further row of a mixture moves other experts."""
         request = self.request
         is_dense = request.target.config.is_native and request.target.config.experts is None
-        return family_draft(request.target, request.dtype, request.device_type) if is_dense else None
+        return family_draft(request.target, request.dtype) if is_dense else None
 
     def prospect(self, name: str, rates_of: RatesOf) -> Prospect:
         """What this draft would bring, or why it cannot be used."""

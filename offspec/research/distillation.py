@@ -71,7 +71,7 @@ class Teacher:
     def of(cls, model: str, target: Decoder, tokenizer: Tokenizer) -> Teacher:
         """The target that was loaded as MODEL, to be freed before training. Raises a subclass of OffspecError."""
         dtype = next(name for name, dtype in DTYPES.items() if dtype is target.dtype)
-        return cls(target, open_target(model, None, dtype, target.device.type), tokenizer, close_before_training=True)
+        return cls(target, open_target(model, None, dtype), tokenizer, close_before_training=True)
 
 
 def distill(

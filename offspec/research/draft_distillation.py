@@ -77,7 +77,7 @@ class Untrained:
     def of_model(cls, model: str | Path, tokenizer: Tokenizer, device: torch.device) -> Untrained:
         """A draft model with the target's vocabulary. Raises a subclass of OffspecError."""
         path = locate(str(model), None, "draft")
-        files = ModelFiles.open(path, "fp32", device.type, [])
+        files = ModelFiles.open(path, "fp32", [])
         refuse_foreign(files.config, "distilling a draft")
         tokenizer_path = files.checkpoint.tokenizer_path
         if tokenizer_path is not None:

@@ -431,10 +431,10 @@ def _with_disk(rates: Rates, bytes_per_s: float, source: str) -> Rates:
 def _open_to_plan(options: LoadOptions, form: str | None, device_type: str, notes: list[Note]) -> OpenRequest:
     """Open the target, for drafts that are only planned for; for hub ids, only config.json is downloaded."""
     path = locate(options.model, options.revision, "target", weights=False)
-    target = ModelFiles.from_config(path, form, options.dtype, device_type, notes)
+    target = ModelFiles.from_config(path, form, options.dtype, notes)
     if form is not None:
         with suppress(OffspecError):  # the format in which it is here may be one that does not run
-            here = ModelFiles.from_config(path, None, options.dtype, device_type, [])
+            here = ModelFiles.from_config(path, None, options.dtype, [])
             if here.packed_form is not None and target.weight_bytes > here.weight_bytes:
                 text = f"the weights of {path.name} would be larger in {form} than in {here.packed_form}, as they are"
                 notes.append(Note(f"{text}, and rounded twice", advice=True))

@@ -95,9 +95,8 @@ class Improvements:
         if is_quantised or self.plan.placement.is_resident:
             return None
         dtype = next(name for name, plan in DTYPES.items() if plan == target.dtype)
-        device_type = "cpu" if self.plan.placement.limits.device is None else "cuda"
         try:
-            packed = ModelFiles.from_config(target.checkpoint.path, FOUR_BIT, dtype, device_type, [])
+            packed = ModelFiles.from_config(target.checkpoint.path, FOUR_BIT, dtype, [])
             plan = self.plan.with_target(packed)
         except OffspecError:  # the format does not support this shape
             return None

@@ -52,7 +52,7 @@ def described(name: str, path: Path) -> LocalModel:
         if path.is_dir() and is_head(path):
             return LocalModel(name, path, size, fault=HEAD_FAULT)
         notes = list[Note]()
-        files = ModelFiles.open(path, "auto", "cpu", notes, headers_only=True)
+        files = ModelFiles.open(path, "auto", notes, headers_only=True)
         form = files.packed_form or str(files.dtype).removeprefix("torch.")
         facts = (files.config.model_type, files.num_parameters, files.config.max_context)
         drafts = [BUILTIN] if name == BUILTIN else [f"shadow:{bits}" for bits in made_shadows(files)]

@@ -16,9 +16,9 @@ def make_shadow(model: str, bits: int, folder: Path | None = None, *, progress: 
 
     Raises the errors of `checkpoints.shadows.make_shadow`.
     """
-    return shadows.make_shadow(open_target(model, None, "auto", "cpu"), bits, folder, progress)
+    return shadows.make_shadow(open_target(model, None, "auto"), bits, folder, progress)
 
 
 def check_runs(folder: Path) -> None:
     """Raises a subclass of OffspecError if offspec cannot run the checkpoint in this folder."""
-    ModelFiles.open(folder, "auto", "cpu", [])
+    ModelFiles.open(folder, "auto", [])

@@ -345,5 +345,5 @@ def _outcome(found: Said | str, expected: Said) -> str:
 
 def _planned(folder: Path) -> str | None:
     """What is wrong with a plan from config.json alone; None if nothing is."""
-    found = outcome_of(lambda: ModelFiles.from_config(folder, None, "fp32", "cpu", []))
+    found = outcome_of(lambda: ModelFiles.from_config(folder, None, "fp32", []))
     return found if isinstance(found, str) and found != "refused" else None

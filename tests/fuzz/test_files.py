@@ -98,7 +98,7 @@ def read_learnt(adapter: Adapter) -> Read:
 
 @pytest.fixture(scope="module")
 def model_files(pair: Pair) -> ModelFiles:
-    return ModelFiles.open(pair.target, "fp32", "cpu", [])
+    return ModelFiles.open(pair.target, "fp32", [])
 
 
 @pytest.fixture

@@ -184,8 +184,8 @@ def states(files: ModelFiles, placement: Placement) -> Tensor:
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_a_pass_is_that_of_the_same_weights_in_safetensors(pair: Pair, is_streamed: bool) -> None:
     notes = list[Note]()
-    plain = ModelFiles.open(pair.target, "fp32", "cpu", [])
-    files = ModelFiles.open(pair.target / "model.one", "fp32", "cpu", notes)
+    plain = ModelFiles.open(pair.target, "fp32", [])
+    files = ModelFiles.open(pair.target / "model.one", "fp32", notes)
     assert (plain.packed_form, files.packed_form) == (None, "reversed")
     assert [note.text for note in notes] == ["weights are read from one file"]
     assert files.num_parameters == plain.num_parameters
@@ -209,8 +209,8 @@ def test_it_is_a_model_like_any_other(pair: Pair) -> None:
     assert text_of(path, pair.draft) == text_of(pair.target, pair.draft) != ""
     assert largest_weight_file(path) == path
     files, planned = (
-        open_target(str(path), None, "fp32", "cpu"),
-        ModelFiles.from_config(path, "bf16", "bf16", "cpu", []),
+        open_target(str(path), None, "fp32"),
+        ModelFiles.from_config(path, "bf16", "bf16", []),
     )
     assert planned.num_parameters == files.num_parameters
     assert planned.stored.layers[0].record.nbytes < files.stored.layers[0].record.nbytes
@@ -233,4 +233,4 @@ def test_unregistered_it_is_refused(pair: Pair) -> None:
     with pytest.raises(CheckpointError):
         open_checkpoint(pair.target / "model.one")
     with refused(CheckpointError, pair.target / "model.one", "GGUF", "folder"):
-        open_target(str(pair.target / "model.one"), None, "fp32", "cpu")
+        open_target(str(pair.target / "model.one"), None, "fp32")

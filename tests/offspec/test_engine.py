@@ -541,16 +541,15 @@ def test_device_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         ((8, 6), "llama", torch.bfloat16),
         ((7, 5), "llama", torch.float16),
         ((7, 5), "gemma2", torch.float32),
-        (None, "llama", torch.bfloat16),
     ],
 )
-def test_cards_without_bf16(capability: tuple[int, int] | None, model_type: str, dtype: torch.dtype) -> None:
+def test_cards_without_bf16(capability: tuple[int, int], model_type: str, dtype: torch.dtype) -> None:
     """fp16, or fp32 for families whose activations exceed its range; what a user sets is kept."""
-    gpu = None if capability is None else Gpu("RTX", 0, 11 * 2**30, 10 * 2**30, capability)
-    files = ModelFiles.open(builtin_path("target"), "bf16", "cuda", [])
+    gpu = Gpu("RTX", 0, 11 * 2**30, 10 * 2**30, capability)
+    files = ModelFiles.open(builtin_path("target"), "bf16", [])
     config, notes = replace(files.config, model_type=model_type), list[Note]()
     wanted = opening.dtype_on("auto", gpu)
-    assert opening.choose_dtype(wanted, "model", config, files.stored, "cuda", notes) == dtype
+    assert opening.choose_dtype(wanted, "model", config, files.stored, notes) == dtype
     assert [note.advice for note in notes] == [dtype != torch.bfloat16]
     assert dtype == torch.bfloat16 or tells(
         notes[0].text, "bf16", "fp16", "fp32" if dtype == torch.float32 else "range"

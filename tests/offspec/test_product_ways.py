@@ -75,7 +75,7 @@ def multiplied(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 def stream(folder: Path) -> Decoder:
     """All layers from disk."""
-    files = ModelFiles.open(folder, "fp32", "cpu", [])
+    files = ModelFiles.open(folder, "fp32", [])
     layers = files.stored.layers
     slot = max(layer.cost(files.dtype).slot_bytes for layer in layers)
     placement = Placement(places_of(on_disk=range(len(layers))), Slots(2, 0, slot), (), Limits(None, 0), 0, 0)

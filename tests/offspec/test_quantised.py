@@ -69,7 +69,7 @@ def greedy(decoder: Decoder) -> list[int]:
 )
 def test_greedy_tokens_are_those_of_transformers(options: dict[str, Any], tmp_path: Path) -> None:
     folder, model = quantized(tmp_path, **options)
-    files = ModelFiles.open(folder, "fp32", "cpu", [])
+    files = ModelFiles.open(folder, "fp32", [])
     num_layers = files.config.num_layers
     slot = max(layer.record.nbytes for layer in files.stored.layers)
     on_disk = Placement(places_of(on_disk=range(num_layers)), Slots(2, 0, slot), (), Limits(None, 0), 0, 0)

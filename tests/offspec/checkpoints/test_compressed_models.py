@@ -112,7 +112,7 @@ def model(request: pytest.FixtureRequest, pair: Pair, tmp_path_factory: pytest.T
 
 
 def test_logits_are_the_librarys(model: Model) -> None:
-    files = ModelFiles.open(model.packed, "fp32", "cpu", [])
+    files = ModelFiles.open(model.packed, "fp32", [])
     assert files.packed_form == model.form
     torch.testing.assert_close(logits(model.packed), model.logits, rtol=1e-4, atol=1e-4)
 

@@ -54,7 +54,7 @@ def head(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def test_the_same_head(head: tuple[Path, Path], pair: Pair) -> None:
     """Its shape, the target's layers that it reads, and every number of it."""
-    target = ModelFiles.open(pair.target, "fp32", "cpu", []).config
+    target = ModelFiles.open(pair.target, "fp32", []).config
     folder, file = (HeadFiles.open(path, target) for path in head)
     assert is_head(head[1])
     assert file.spec.target_layers == folder.spec.target_layers
@@ -67,4 +67,4 @@ def test_the_same_head(head: tuple[Path, Path], pair: Pair) -> None:
 
 def test_a_head_is_no_model(head: tuple[Path, Path]) -> None:
     with refused(CheckpointError, "is a head", "draft of its model"):
-        ModelFiles.open(head[1], "fp32", "cpu", [])
+        ModelFiles.open(head[1], "fp32", [])

@@ -56,7 +56,7 @@ QWEN3_30B_A3B = {
 
 def planned(folder: Path, config: dict[str, Any], form: str) -> ModelFiles:
     write_config(folder, config)
-    return ModelFiles.from_config(folder, form, "auto", "cuda", [])
+    return ModelFiles.from_config(folder, form, "bf16", [])
 
 
 def types_of(files: ModelFiles) -> dict[str, str]:

@@ -134,7 +134,7 @@ def gguf_of(model: TinyModel, folder: Path, kinds: dict[str, str] | None = None)
 
 
 def decoder_of(path: Path, notes: list[Note] | None = None) -> Decoder:
-    files = ModelFiles.open(path, "fp32", "cpu", [] if notes is None else notes)
+    files = ModelFiles.open(path, "fp32", [] if notes is None else notes)
     return load_decoder(files, all_resident(files), torch.device("cpu"))
 
 
@@ -297,7 +297,7 @@ def test_it_is_planned_in_another_format_as_its_folder_is(gguf_model: GetModel, 
     for family in ("llama-gqa", "qwen2"):
         model = gguf_model(family)
         found, expected = (
-            ModelFiles.from_config(path, "nf4", "bf16", "cpu", []).stored.by_name
+            ModelFiles.from_config(path, "nf4", "bf16", []).stored.by_name
             for path in (gguf_of(model, tmp_path), model.folder)
         )
         assert {name: weight.shape for name, weight in found.items()} == {n: w.shape for n, w in expected.items()}
@@ -306,4 +306,4 @@ def test_it_is_planned_in_another_format_as_its_folder_is(gguf_model: GetModel, 
 def test_a_split_set_that_is_not_all_there_is_not_planned_as_bf16(gguf_model: GetModel, tmp_path: Path) -> None:
     part = gguf_of(gguf_model("qwen3"), tmp_path).rename(tmp_path / "m-00001-of-00002.gguf")
     with refused(MissingWeightsError, part, "1 of 2", "missing"):
-        ModelFiles.from_config(part, "nf4", "bf16", "cpu", [])
+        ModelFiles.from_config(part, "nf4", "bf16", [])

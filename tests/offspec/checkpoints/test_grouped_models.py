@@ -127,7 +127,7 @@ def model(request: pytest.FixtureRequest, pair: Pair, tmp_path_factory: pytest.T
 
 
 def logits(folder: Path) -> Tensor:
-    files = ModelFiles.open(folder, "fp32", "cpu", [])
+    files = ModelFiles.open(folder, "fp32", [])
     decoder = load_decoder(files, all_resident(files), CPU, WeightSettings(has_far_embedding=True))
     found = CachedDecoder(decoder).score([(7 * i) % 300 for i in range(40)], *NO_NODES)
     decoder.weights.close()

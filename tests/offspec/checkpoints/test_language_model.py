@@ -138,8 +138,8 @@ def test_a_copy_is_the_language_model_alone(multimodal: GetModel, tmp_path: Path
 def test_it_is_planned_from_config_json_alone(multimodal: GetModel, tmp_path: Path) -> None:
     shutil.copy(multimodal("gemma3").folder / "config.json", tmp_path)
     notes = list[Note]()
-    planned = ModelFiles.from_config(tmp_path, "bf16", "auto", "cuda", notes)
-    opened = ModelFiles.open(multimodal("gemma3").folder, "auto", "cuda", [])
+    planned = ModelFiles.from_config(tmp_path, "bf16", "bf16", notes)
+    opened = ModelFiles.open(multimodal("gemma3").folder, "bf16", [])
     assert planned.config == opened.config
     assert planned.num_parameters == opened.num_parameters
     assert any(tells(note.text, "language model", "images") for note in notes)
@@ -158,4 +158,4 @@ def test_what_does_not_say_what_it_is_is_refused(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     with refused(error, *told.split()):
-        ModelFiles.from_config(tmp_path, "bf16", "auto", "cpu", [])
+        ModelFiles.from_config(tmp_path, "bf16", "auto", [])

@@ -67,7 +67,7 @@ def everywhere(files: ModelFiles, num_resident: int) -> Placement:
 
 def logits(folder: Path, dtype: str, num_resident: int, *, keeps_packed: bool = False) -> Tensor:
     """Of a long prompt, and of one token after it."""
-    files = ModelFiles.open(folder, dtype, "cpu", []).keeping(packed=keeps_packed)
+    files = ModelFiles.open(folder, dtype, []).keeping(packed=keeps_packed)
     weights = load_weights(files, everywhere(files, num_resident), CPU)
     with closing(weights):
         text = CachedDecoder(Decoder(files.config, weights, dtype=files.dtype, device=CPU), 64)
@@ -109,8 +109,8 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def planned(folder: Path, form: str, device_type: str, limits: Limits) -> Plan:
-    files = ModelFiles.from_config(folder, form, "bf16", device_type, [])
+def planned(folder: Path, form: str, limits: Limits) -> Plan:
+    files = ModelFiles.from_config(folder, form, "bf16", [])
     return make_plan(files, [], limits, MemoryOptions(), GIB // 2)
 
 
@@ -120,7 +120,7 @@ CARD = Limits(int(23.1 * GIB), 64 * GIB)
 def test_a_card_keeps_more_layers_and_is_faster(large: Path) -> None:
     """32B in 16 bit on an RTX 4090: a third less time a byte, and a third more layers that stay."""
     rates = find_gpu("rtx4090").rates(1.51)
-    plain, packed = (planned(large, form, "cuda", CARD) for form in ("bf16", LOSSLESS_FORMAT))
+    plain, packed = (planned(large, form, CARD) for form in ("bf16", LOSSLESS_FORMAT))
     assert packed.stream_bytes < 0.7 * plain.stream_bytes
     assert len(packed.placement.resident) >= 1.25 * len(plain.placement.resident)
     assert packed.predict_pass_s(rates, 64) < 0.7 * plain.predict_pass_s(rates, 64)
@@ -129,20 +129,20 @@ def test_a_card_keeps_more_layers_and_is_faster(large: Path) -> None:
 
 def test_what_fits_plain_is_kept_plain(large: Path) -> None:
     """Nothing is unpacked in its passes, and it needs no scratch."""
-    for device_type, limits in (("cpu", Limits(None, 80 * GIB)), ("cuda", Limits(75 * GIB, 80 * GIB))):
-        made = planned(large, LOSSLESS_FORMAT, device_type, limits)
-        plain = planned(large, "bf16", device_type, limits)
+    for limits in (Limits(None, 80 * GIB), Limits(75 * GIB, 80 * GIB)):
+        made = planned(large, LOSSLESS_FORMAT, limits)
+        plain = planned(large, "bf16", limits)
         assert not made.placement.streamed
         assert made.work.kept_elements == 0
         kept = [sum(cost.resident_bytes for cost in found.layers) for found in (made, plain)]
         assert kept[0] == pytest.approx(kept[1], rel=1e-5)
-        tight = made.with_more(ram=-20 * GIB) if device_type == "cpu" else made.with_more(vram=-20 * GIB)
+        tight = made.with_more(ram=-20 * GIB) if limits.device is None else made.with_more(vram=-20 * GIB)
         assert tight.work.kept_elements == tight.work.layer_elements
         assert not tight.with_more(ram=20 * GIB, vram=20 * GIB).work.kept_elements
 
 
 def test_packed_residents_only_where_they_are_faster(large: Path) -> None:
-    made = planned(large, LOSSLESS_FORMAT, "cpu", Limits(None, 24 * GIB))
+    made = planned(large, LOSSLESS_FORMAT, Limits(None, 24 * GIB))
     fast = Rates(disk_bytes_per_s=3e9, matmul_flops={1: 5e10, 64: 1e12}, dequantise_elements_per_s=2e10)
     slow = replace(fast, disk_bytes_per_s=1e11, dequantise_elements_per_s=1e8)
     assert with_faster_residents(made, fast).placement.resident == made.placement.resident
@@ -150,5 +150,5 @@ def test_packed_residents_only_where_they_are_faster(large: Path) -> None:
     assert len(other.placement.resident) < len(made.placement.resident)
     assert other.predict_pass_s(slow, 16) < made.predict_pass_s(slow, 16)
     assert (other.work.kept_elements, other.work.packed_elements) == (0, made.work.packed_elements)
-    plain = planned(large, "bf16", "cpu", Limits(None, 24 * GIB))
+    plain = planned(large, "bf16", Limits(None, 24 * GIB))
     assert with_faster_residents(plain, slow) is plain

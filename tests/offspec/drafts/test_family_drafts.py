@@ -25,14 +25,14 @@ PUBLISHED = {
 
 
 def target_of(folder: Path, **changes: Any) -> ModelFiles:
-    return ModelFiles.from_config(write_config(folder, LLAMA_8B_IN_BF16 | changes), None, "auto", "cuda", [])
+    return ModelFiles.from_config(write_config(folder, LLAMA_8B_IN_BF16 | changes), None, "bf16", [])
 
 
 @pytest.mark.parametrize("name", DRAFTS)
 def test_a_draft_has_the_published_size(name: str, tmp_path: Path) -> None:
     config = DRAFTS[name]
     same = {"model_type": config["model_type"], "vocab_size": config["vocab_size"], "num_hidden_layers": 64}
-    found = family_draft(target_of(tmp_path, **same, head_dim=config["head_dim"]), "auto", "cuda")
+    found = family_draft(target_of(tmp_path, **same, head_dim=config["head_dim"]), "bf16")
     assert found is not None
     assert found.name == name
     assert found.num_bytes / 1e9 == pytest.approx(PUBLISHED[name], rel=0.03)
@@ -40,5 +40,5 @@ def test_a_draft_has_the_published_size(name: str, tmp_path: Path) -> None:
 
 def test_another_family_another_vocabulary_or_a_small_target_has_none(tmp_path: Path) -> None:
     for changes in ({"model_type": "mistral"}, {"vocab_size": 32000}, {"num_hidden_layers": 4}):
-        assert family_draft(target_of(tmp_path, **changes), "auto", "cuda") is None
-    assert family_draft(target_of(tmp_path, vocab_size=128512), "auto", "cuda") is not None  # padded otherwise
+        assert family_draft(target_of(tmp_path, **changes), "bf16") is None
+    assert family_draft(target_of(tmp_path, vocab_size=128512), "bf16") is not None  # padded otherwise

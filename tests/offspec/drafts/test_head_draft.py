@@ -174,7 +174,7 @@ def test_a_damaged_head_of_our_own_cannot_be_downloaded_again(
     pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
-    files = ModelFiles.open(pair.target, "fp32", "cpu", [])
+    files = ModelFiles.open(pair.target, "fp32", [])
     folder = write_folder(head_folder(files, "medusa"), MEDUSA_CONFIG, medusa_tensors())
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:100])

@@ -60,14 +60,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def files(folder: Path) -> ModelFiles:
-    return ModelFiles.open(folder, "fp32", "cpu", [])
+    return ModelFiles.open(folder, "fp32", [])
 
 
 @pytest.fixture(scope="module")
 def long_files(tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
     """A target for long texts."""
     folder = build_pair(tmp_path_factory.mktemp("long"), NUM_LAYERS, max_position_embeddings=512).target
-    return ModelFiles.open(folder, "fp32", "cpu", [])
+    return ModelFiles.open(folder, "fp32", [])
 
 
 @contextmanager
@@ -330,7 +330,7 @@ def test_two_processes_that_need_one_shadow(files: ModelFiles, own_shadow: Path)
 
 def test_the_shadow_of_another_model_is_refused(files: ModelFiles, tmp_path: Path) -> None:
     other = build_pair(tmp_path, 2).target
-    make_shadow(ModelFiles.open(other, "fp32", "cpu", []), 4, tmp_path / "other")
+    make_shadow(ModelFiles.open(other, "fp32", []), 4, tmp_path / "other")
     for path in (tmp_path / "other", other):
         with refused(CheckpointError, path, "--shadow"):
             Shadow.open(path, files)

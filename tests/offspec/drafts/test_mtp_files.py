@@ -97,10 +97,10 @@ def test_it_is_no_model(folder: Path, tmp_path: Path) -> None:
     assert is_head(folder / LAYER)
     assert not is_head(folder / TARGET)
     with refused(CheckpointError, LAYER, "is a head"):
-        ModelFiles.open(folder / LAYER, "fp32", "cpu", [])
+        ModelFiles.open(folder / LAYER, "fp32", [])
     for name in (TARGET, LAYER):
         (tmp_path / name).hardlink_to(folder / name)
-    assert HeadFiles.of_mtp(ModelFiles.open(tmp_path, "fp32", "cpu", [])).path.name == LAYER
+    assert HeadFiles.of_mtp(ModelFiles.open(tmp_path, "fp32", [])).path.name == LAYER
 
 
 @pytest.mark.parametrize(

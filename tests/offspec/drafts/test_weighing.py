@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from offspec.checkpoints.opening import ModelFiles
+from offspec.checkpoints.opening import AUTO_ON_GPU, ModelFiles
 from offspec.drafts.base import Choice, DraftOptions, OpenRequest
 from offspec.drafts.kinds import open_draft
 from offspec.drafts.weighing import Chooser, Scales, by_rate
@@ -28,11 +28,11 @@ SLOW_ROUNDS = replace(FAST_ROUNDS, dequantise_elements_per_s=1e9)
 @pytest.fixture
 def target(tmp_path: Path) -> ModelFiles:
     write_config(tmp_path, LLAMA_8B_IN_BF16)
-    return ModelFiles.from_config(tmp_path, None, "auto", "cuda", [])
+    return ModelFiles.from_config(tmp_path, None, "bf16", [])
 
 
 def scales_of(target: ModelFiles, vram: int, options: DraftOptions | None = None) -> Scales:
-    request = OpenRequest(options or DraftOptions(), target, None, "auto", "cuda", [])
+    request = OpenRequest(options or DraftOptions(), target, None, AUTO_ON_GPU, "cuda", [])
     limits, memory = Limits(vram, 64 * GIB), MemoryOptions(context=1024)
     return Scales("target", request, lambda draft: make_plan(target, [draft], limits, memory, GIB))
 

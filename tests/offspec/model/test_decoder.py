@@ -78,7 +78,7 @@ def assert_holds(text: CachedDecoder, tokens: list[int]) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_equal_transformers(tiny_model: GetModel, family: str) -> None:
     """Of a checkpoint as transformers writes it, whose tensors all have a place."""
-    files = ModelFiles.open(tiny_model(family).folder, "fp32", "cpu", [])
+    files = ModelFiles.open(tiny_model(family).folder, "fp32", [])
     assert set(files.stored.by_name) == set(complete(files.config))
     model, tokens, decoder = tiny_model(family), torch.tensor(random_tokens(40)), tiny_model(family).decoder()
     cache, logits = decoder.new_cache(), []
@@ -415,7 +415,7 @@ def test_a_head_that_is_stored_although_the_embedding_serves_for_it(
     head[-1, -1] += 0.0 if is_copy else 1.0
     save_file(tensors | {"lm_head.weight": head}, folder / "model.safetensors", {"format": "pt"})
     notes: list[Note] = []
-    files = ModelFiles.open(folder, "fp32", "cpu", notes)
+    files = ModelFiles.open(folder, "fp32", notes)
     assert (files.config.tied_head, len(notes)) == ((True, 0) if is_copy else (False, 1))
     reference = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
     tokens = random_tokens(12)

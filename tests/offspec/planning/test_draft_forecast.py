@@ -36,7 +36,7 @@ RATES = Rates(host_to_device_bytes_per_s=25e9, disk_bytes_per_s=5e9, matmul_flop
 def files_of(folder: Path, config: Mapping[str, Any], form: str | None = None) -> ModelFiles:
     folder.mkdir(exist_ok=True)
     write_config(folder, config)
-    return ModelFiles.from_config(folder, form, "auto", "cuda", [])
+    return ModelFiles.from_config(folder, form, "bf16", [])
 
 
 @pytest.fixture

@@ -46,7 +46,7 @@ RATES = Rates(
 def files(tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
     folder = tmp_path_factory.mktemp("mixture")
     write_config(folder, CONFIG)
-    return ModelFiles.from_config(folder, "nf4", "bf16", "cpu", [])
+    return ModelFiles.from_config(folder, "nf4", "bf16", [])
 
 
 def plan(files: ModelFiles, limits: Limits) -> Plan:

@@ -40,7 +40,7 @@ def rates_of(gpu: str) -> Rates:
 
 
 def plan_of(folder: Path, config: dict[str, Any], limits: Limits, form: str = "q4_k_m") -> Plan:
-    target = ModelFiles.from_config(write_config(folder, config), form, "auto", "cuda", [])
+    target = ModelFiles.from_config(write_config(folder, config), form, "bf16", [])
     return make_plan(target, [], limits, MemoryOptions(context=512), GIB // 4)
 
 

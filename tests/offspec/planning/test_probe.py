@@ -32,7 +32,7 @@ def test_models_that_are_large_enough_have_their_kernels_compiled(
 ) -> None:
     compiled = list[set[str]]()
     monkeypatch.setattr(probe, "kernels_of", lambda forms, dtype: compiled.append(forms) or [])
-    files = ModelFiles.open(folder, "bf16", "cpu", [])
+    files = ModelFiles.open(folder, "bf16", [])
     count = sum(layer.num_weights for layer in files.stored.layers)
     for least in (count + 1, count):
         monkeypatch.setattr(probe, "LEAST_MEASURED_WEIGHTS", least)
@@ -41,7 +41,7 @@ def test_models_that_are_large_enough_have_their_kernels_compiled(
 
 
 def test_quick_rates_are_those_of_products(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = ModelFiles.open(folder, "bf16", "cpu", [])
+    files = ModelFiles.open(folder, "bf16", [])
     monkeypatch.setattr(probe, "product_flops", lambda form, dtype: {1: 2.0} if form == "bf16" else {})
     rates = measure_quick_rates(files, CPU, 5e9)
     assert rates.matmul_flops == {1: 2.0}
@@ -57,7 +57,7 @@ def test_a_large_target_has_the_rates_of_its_arithmetic(folder: Path, monkeypatc
         return {1: 3.0}
 
     monkeypatch.setattr(probe, "product_flops", product_flops)
-    files, fast = ModelFiles.open(folder, "bf16", "cpu", []), Rates(5e9, matmul_flops={1: 1.0})
+    files, fast = ModelFiles.open(folder, "bf16", []), Rates(5e9, matmul_flops={1: 1.0})
     assert with_arithmetic(fast, files, CPU, EXACT) is fast, "a small model's passes are short"
     monkeypatch.setattr(probe, "LEAST_MEASURED_WEIGHTS", 0)
     assert with_arithmetic(fast, files, CPU, FAST) is fast
@@ -67,7 +67,7 @@ def test_a_large_target_has_the_rates_of_its_arithmetic(folder: Path, monkeypatc
 
 
 def test_drafts_need_not_be_exact(folder: Path) -> None:
-    target, draft = (ModelFiles.open(folder, "bf16", "cpu", []) for _ in range(2))
+    target, draft = (ModelFiles.open(folder, "bf16", []) for _ in range(2))
     exact, fast = Rates(matmul_flops={1: 1.0}), Rates(matmul_flops={1: 2.0})
     rates_of = ProductRates(target, exact, "cpu", fast)
     assert (rates_of(target), rates_of(draft)) == (exact, fast)

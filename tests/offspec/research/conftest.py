@@ -21,4 +21,4 @@ def deep_pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 @pytest.fixture(scope="module")
 def teacher(deep_pair: Pair) -> Iterator[Teacher]:
     with Engine.load(str(deep_pair.target), draft="none", device="cpu", dtype="fp32") as engine:
-        yield Teacher(engine.target, ModelFiles.open(deep_pair.target, "fp32", "cpu", []), engine.tokenizer)
+        yield Teacher(engine.target, ModelFiles.open(deep_pair.target, "fp32", []), engine.tokenizer)

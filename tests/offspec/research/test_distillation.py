@@ -49,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def files(folder: Path) -> ModelFiles:
-    return ModelFiles.open(folder, "fp32", "cpu", [])
+    return ModelFiles.open(folder, "fp32", [])
 
 
 @pytest.fixture(scope="module")

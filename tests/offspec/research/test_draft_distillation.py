@@ -34,7 +34,7 @@ LOW_RANK = replace(SMALL, lora_rank=4)
 @pytest.fixture(scope="module")
 def teacher(pair: Pair) -> Iterator[Teacher]:
     with Engine.load(str(pair.target), draft="none", device="cpu", dtype="fp32") as engine:
-        yield Teacher(engine.target, ModelFiles.open(pair.target, "fp32", "cpu", []), engine.tokenizer)
+        yield Teacher(engine.target, ModelFiles.open(pair.target, "fp32", []), engine.tokenizer)
 
 
 def untrained(pair: Pair, teacher: Teacher) -> Untrained:

@@ -67,7 +67,7 @@ def test_streamed_texts_are_the_cpus(model: TinyModel, tokenizer: Tokenizer, pla
 
 def streamed(folder: Path, place: str) -> Decoder:
     """On the device is one layer; the others come through two slots."""
-    files = ModelFiles.open(folder, "fp32", "cuda", [])
+    files = ModelFiles.open(folder, "fp32", [])
     costs = [layer.cost(files.dtype) for layer in files.stored.layers]
     others = tuple(i for i in range(len(costs)) if i != 1)
     places = places_of(resident=(1,), **{"in_ram" if place == "RAM" else "on_disk": others})

@@ -90,7 +90,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], str, str]] = {  # version, config,
 @pytest.fixture(scope="module")
 def target_files(tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
     pair = build_pair(tmp_path_factory.mktemp("pair"), num_layers=8)
-    return ModelFiles.open(pair.target, "fp32", "cpu", [])
+    return ModelFiles.open(pair.target, "fp32", [])
 
 
 @pytest.fixture(scope="module")
