@@ -14,6 +14,7 @@ from threading import RLock
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from offspec.backends.device_kinds import kind_of
 from offspec.scheduler.guessing.retrieval import SuffixIndex
 from offspec.scheduler.params import Constraint, SamplingParams, SpeculationParams, tree_room
 from offspec.scheduler.trees.constraint import TokenConstraint
@@ -240,7 +241,7 @@ class Engine:
         speculation.check_sampling(params)
         if speculation.is_lossy and self.draft.decoder is None:
             raise UsageError(NEEDS_DRAFT_MODEL)
-        num_nodes, most = tree_room(speculation, self.target.device.type), self.target.most_nodes
+        num_nodes, most = tree_room(speculation, kind_of(self.target.device).useful_rows), self.target.most_nodes
         if most is not None and num_nodes > most:
             raise UsageError(f"a tree of {num_nodes} nodes is too large for this model's windows; set at most {most}")
         text = self.encode(prompt)

@@ -84,7 +84,7 @@ class LoadedTarget:
         assert self.rates is not None
         from .planning.probe import ProductRates  # imported here, because it imports what measures and loads
 
-        rates_of = ProductRates(self.plan.inputs.target, self.rates, self.decoder.device.type)
+        rates_of = ProductRates(self.plan.inputs.target, self.rates, self.plan.placement.limits.kind)
         return partial(round_s, self.plan, guessing, rates_of)
 
     def note_once(self, note: Note) -> None:

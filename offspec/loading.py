@@ -10,7 +10,8 @@ import torch
 
 from offspec.backends.arithmetic import BYTE_FORMS, EXACT, FAST, INT8
 from offspec.backends.choice import backend_of
-from offspec.loaders.accelerators.accelerator import Accelerator, accelerator_of
+from offspec.backends.device_kinds import kind_of
+from offspec.loaders.accelerators.accelerator import accelerator_of
 from offspec.loaders.machine.hardware import Rates, pinning_remedy, read_hardware
 from offspec.loaders.machine.heap import return_large_blocks
 from offspec.loaders.streaming.placement import Item
@@ -103,7 +104,7 @@ class MachineRates:
     def of_products(self, plan: Plan) -> ProductRates:
         """The rates of products with the matrices of the plan's target, and of drafts, which need not be exact."""
         _, rates = self.measure(plan)
-        return ProductRates(plan.inputs.target, rates, self.device.type, self._fast[plan.placement.tiers])
+        return ProductRates(plan.inputs.target, rates, plan.placement.limits.kind, self._fast[plan.placement.tiers])
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ def load(options: LoadOptions) -> LoadedParts:
     # Check headers and tokenizers of both models first, so that errors appear before gigabytes are read.
     machine = MachineRates(device, options.arithmetic)
     options = replace(options, dtype=dtype_on(options.dtype, read_hardware(device).gpu))
-    files, tokenizer, opened = open_models(options, device.type, notes, machine)
+    files, tokenizer, opened = open_models(options, notes, machine)
     memory = memory_options(options, _prompt_tokens(options, files, tokenizer))
     features, index = list[MemoryUser]([opened]), None
     if options.lookup_files:
@@ -169,11 +170,11 @@ class LookupIndex:
 
 
 def open_models(
-    options: LoadOptions, device_type: str, notes: list[Note], machine: MachineRates | None = None
+    options: LoadOptions, notes: list[Note], machine: MachineRates
 ) -> tuple[ModelFiles, Tokenizer, OpenedDraft]:
     """Open and check the target, its tokenizer and the draft; loads no weights. Raises a subclass of OffspecError.
 
-    machine: its rates decide where several drafts are possible.
+    machine: its rates decide where several drafts are possible, unless the engine is deterministic.
     """
     path = locate(options.model, options.revision, "target")
     files = ModelFiles.open(path, options.dtype, notes)
@@ -183,8 +184,10 @@ def open_models(
     if options.think is not None:
         tokenizer.set_thinking(options.think)
     tokenizer.special_in_text = options.special_in_text
-    request = OpenRequest(draft_options(options), files, tokenizer, options.dtype, device_type, notes, options.progress)
-    if machine is not None and not options.deterministic:
+    request = OpenRequest(
+        draft_options(options), files, tokenizer, options.dtype, notes, options.progress, device=machine.device
+    )
+    if not options.deterministic:
         hardware, target = read_hardware(machine.device), request.target
         scales = Scales(
             options.model, request, lambda draft: plan_here(target, [draft], hardware, memory_options(options))
@@ -202,18 +205,18 @@ def _load_models(
     machine: MachineRates,
     notes: list[Note],
 ) -> tuple[LoadedTarget, Draft]:
-    device, accelerator = machine.device, accelerator_of(machine.device)
-    if accelerator.has_own_memory:
+    device = machine.device
+    if kind_of(device).has_own_memory:
         prepare_gpu()
-        _limit_memory(accelerator, None)  # what torch cached for a closed engine would count as used
+    _limit_memory(device, None)  # what torch cached for a closed engine would count as used
     plan = plan_here(files, features, read_hardware(device), options_of_memory)
     link, rates = machine.measure(plan)
     if not options.deterministic:
         plan = with_faster_residents(plan, rates)
     notes += [*explain_plan(plan, link), *explain_experts(plan), *explain_packing(plan)]
     notes += measure_fused_limits([files, *opened.models], device)
-    if accelerator.has_own_memory:  # only now: a measurement may take more for a moment than a small model may keep
-        _limit_memory(accelerator, plan.placement.limits.device if options.vram is not None else None)
+    # Only now: a measurement may take more for a moment than a small model may keep.
+    _limit_memory(device, plan.placement.limits.device if options.vram is not None else None)
     arithmetic = machine.arithmetic(plan)
     settings = _weight_settings(options, plan, rates, arithmetic)
     prepare_kernels([files, *opened.models], backend_of(device, arithmetic))
@@ -241,10 +244,11 @@ def _load_models(
     return target, draft
 
 
-def _limit_memory(accelerator: Accelerator, most: int | None) -> None:
-    """Free what torch caches, and let it take at most so many bytes from now on; None: all."""
-    accelerator.release_memory()
-    accelerator.limit_memory(most)
+def _limit_memory(device: torch.device, most: int | None) -> None:
+    """Free what torch caches on a GPU, and let it take at most so many bytes from now on; None: all."""
+    if kind_of(device).has_own_memory:
+        accelerator_of(device).release_memory()
+        accelerator_of(device).limit_memory(most)
 
 
 def _weight_settings(options: LoadOptions, plan: Plan, rates: Rates, arithmetic: str) -> WeightSettings:
@@ -266,7 +270,7 @@ def choose_arithmetic(arithmetic: str, files: ModelFiles, device: torch.device, 
         return FAST
     if (reason := reason_against_exactness(files.config, files.dtype, device, files.kv)) is not None:
         raise UsageError(f"`arithmetic` {arithmetic} is not possible for this model here: {reason}; omit it")
-    if arithmetic == INT8 and not (device.type == "cpu" and has_byte_products(files)):
+    if arithmetic == INT8 and not (kind_of(device).multiplies_stored and has_byte_products(files)):
         raise UsageError(f"`arithmetic` int8 is for GGUF files of {', '.join(BYTE_FORMS)} on a CPU; omit it")
     return arithmetic
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from offspec.backends.device_kinds import kind_of
 from offspec.loaders.units import format_size
 from offspec.scheduler.params import SamplingParams, SpeculationParams, tree_room
 
@@ -72,7 +73,7 @@ class PromptCache:
 
     def _run(self, checked: CheckedRequest) -> Generator[Step, None, None]:
         engine, text = self._engine, checked.prompt
-        num_nodes = tree_room(checked.speculation, engine.target.device.type)
+        num_nodes = tree_room(checked.speculation, kind_of(engine.target.device).useful_rows)
         caches = engine.new_caches(len(text) + checked.sampling.max_new_tokens, num_nodes)
         engine.loaded.make_kv_room(caches.target.cache, caches.target.cache.capacity)
         num_in_file = self.read(caches, text)

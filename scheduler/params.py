@@ -23,9 +23,6 @@ _STOP_LENGTH = f"texts of at most {MAX_STOP_LENGTH} characters"
 MAX_LOGPROBS = 20  # alternatives per token, as at OpenAI and in vLLM
 MAX_NODES = 1024  # per tree, if the budget is found at run time
 DEFAULT_NODES = 64  # per tree of what needs a budget, baselines and deterministic requests, if none is given
-# MAX_NODES on a CPU. For this number of rows, arithmetic takes longer than reading 16-bit weights from any disk (512
-# operations per weight: 1 TFLOP/s for 4 GB/s), and KV entries of more rows would take memory from resident layers.
-CPU_MAX_NODES = 256
 AUTO_TEXTS = 8  # that share passes; more of them bring little, because the later nodes of eight trees bring little
 MAX_ROWS = 3072  # expanded candidates pending in the draft's KV cache at a time
 DRAFT_ROWS = 384  # of each text of several that share passes, because each has a draft cache
@@ -40,11 +37,6 @@ Stopping = Literal["default", "thompson", "thompson-calibrated"]
 T = TypeVar("T")
 ConstraintKind = Literal["json_schema", "json_object", "grammar", "regex", "tool_calls"]
 NUMBERS: dict[str, tuple[type, str]] = {"int": (Integral, "a whole number"), "float": (Real, "a number")}
-
-
-def max_nodes(device_type: str) -> int:
-    """The maximum number of nodes per tree if the budget is found at run time."""
-    return CPU_MAX_NODES if device_type == "cpu" else MAX_NODES
 
 
 def check_names(where: str, given: Iterable[str], names: Sequence[str]) -> None:
@@ -314,8 +306,8 @@ class SpeculationParams:
             )
 
 
-def tree_room(speculation: SpeculationParams, device_type: str) -> int:
-    """The maximum number of nodes of a tree that is sent to the target."""
+def tree_room(speculation: SpeculationParams, useful_rows: int) -> int:
+    """The maximum number of nodes of a tree that is sent to the target. useful_rows: of its device (`DeviceKind`)."""
     if speculation.is_lossy:
         return speculation.beam * speculation.gamma
-    return max_nodes(device_type) if speculation.budget is None else speculation.budget
+    return useful_rows if speculation.budget is None else speculation.budget

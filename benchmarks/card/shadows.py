@@ -15,6 +15,7 @@ import torch
 
 from benchmarks.streaming import star
 from offspec import Engine
+from offspec.backends.device_kinds import kind_of
 from offspec.backends.weights import Weight
 from offspec.checkpoints.from_config import layers_from_config
 from offspec.checkpoints.opening import ModelFiles
@@ -24,8 +25,7 @@ from offspec.loaders.streaming.stored_model import StoredModel, StoredUnit
 from offspec.loaders.streaming.weights import LayerView, RamWeights
 from offspec.model.cuda_graphs import WIDTHS, TreeGraphs, is_static
 from offspec.model.decoder import CachedDecoder, Decoder
-from offspec.planning.draft_forecast import CAPTURED_LAYER_S
-from offspec.planning.plan import PassWork, resident_layer_s
+from offspec.planning.plan import LAYER_LAUNCHES, PassWork, resident_layer_s
 
 from .bench import Bench
 from .jobs import CONTEXT, JOBS
@@ -101,5 +101,5 @@ def sampled(files: ModelFiles, layers: Sequence[StoredUnit], device: torch.devic
 
 def _predicted_s(bench: Bench, files: ModelFiles, layers: Sequence[StoredUnit], width: int) -> float:
     shadow = replace(files, stored=replace(files.stored, layers=list(layers)))
-    launch_s = CAPTURED_LAYER_S if bench.device.type == "cuda" else 0.0
+    launch_s = LAYER_LAUNCHES * kind_of(bench.device).replay_s
     return len(layers) * (launch_s + resident_layer_s(shadow, PassWork.of(shadow), bench.rates(), width))

@@ -1,9 +1,8 @@
 """`Accelerator`: what offspec needs of a device beside torch's operations; `accelerator_of` finds a device's.
 
 Order between the host, copies and arithmetic; memory and its figures; recording; clocks. Code that needs one of these
-calls it. Code that chooses an arithmetic (kernels of formats, exact rows, attention, sums over a vocabulary), limits or
-defaults still compares `device.type`. So a device of another maker needs a class beside `Cuda`, a line in
-`accelerator_of`, and a look at these comparisons.
+calls it. Limits and defaults are traits of its kind (`backends.device_kinds`). Kernels of formats and attention still
+compare `device.type`. So a device of another maker needs a class beside `Cuda`, a kind, and a look at these.
 """
 
 from __future__ import annotations
@@ -14,6 +13,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from offspec.backends.device_kinds import GPU, kind_of
 
 from ..files.readers import HostBuffer
 from .capture import Recorder
@@ -42,14 +43,9 @@ class DeviceStream(Protocol):
 
 
 class Accelerator(Protocol):
-    """One device. On a CPU everything is trivial: it computes in RAM, in the host's order.
-
-    has_own_memory: whether weights reach it through a link. records: whether `recorder` saves time.
-    """
+    """One device. On a CPU everything is trivial: it computes in RAM, in the host's order."""
 
     device: torch.device
-    has_own_memory: bool
-    records: bool
 
     @property
     def current_stream(self) -> DeviceStream: ...
@@ -115,11 +111,15 @@ class Accelerator(Protocol):
         """Its generation, for what kernels need."""
 
     @property
+    def multiplies_bf16(self) -> bool:
+        """Whether products in bf16 are faster than in fp32."""
+
+    @property
     def cache_bytes(self) -> int:
         """Of the cache before its own memory; 0 where torch does not report it."""
 
 
 @cache
 def accelerator_of(device: torch.device) -> Accelerator:
-    """The one of a device: of its type, CUDA's (ROCm's builds of torch use this name too), or else the CPU's."""
-    return Cuda(device) if device.type == "cuda" else Cpu(device)
+    """The one of a device, by its kind."""
+    return Cuda(device) if kind_of(device) is GPU else Cpu(device)

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offspec.backends.x86.processor import instructions
+
 from ..files.readers import HostBuffer
 from .capture import Recorder, as_it_is
 
@@ -36,8 +38,6 @@ class InOrder:
 class Cpu:
     """See `accelerator.Accelerator`."""
 
-    has_own_memory = False
-    records = False
     name = "CPU"
     index = 0
     capability = (0, 0)
@@ -46,6 +46,10 @@ class Cpu:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.current_stream = self.urgent_stream = InOrder()
+
+    @property
+    def multiplies_bf16(self) -> bool:
+        return "avx512_bf16" in instructions()
 
     def new_stream(self) -> InOrder:
         return self.current_stream

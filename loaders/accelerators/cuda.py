@@ -20,9 +20,6 @@ _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device, not only for
 class Cuda:
     """See `accelerator.Accelerator`. The CUDA context (some hundred MB) and code of kernels are not in its figures."""
 
-    has_own_memory = True
-    records = True
-
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
@@ -128,6 +125,10 @@ class Cuda:
     @property
     def capability(self) -> tuple[int, int]:
         return torch.cuda.get_device_capability(self.device)
+
+    @property
+    def multiplies_bf16(self) -> bool:
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
 
     @property
     def cache_bytes(self) -> int:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from offspec.backends.device_kinds import kind_of
 from offspec.backends.weights import ALIGNMENT
 
 from .checkpoint import TensorInfo
@@ -80,8 +81,8 @@ class Record:
         return max(shifts, key=lambda s: (aligned[s], -s))
 
     def on(self, device: torch.device, raw: torch.Tensor) -> torch.Tensor:
-        """The record's bytes `raw` on `device`: the same tensor on a CPU, otherwise a shifted copy."""
-        if device.type == "cpu":
+        """The record's bytes `raw` on `device`: the same tensor in RAM, otherwise a shifted copy."""
+        if not kind_of(device).has_own_memory:
             return raw
         out = torch.empty(raw.numel() + ALIGNMENT, dtype=torch.uint8, device=device)[self.shift :][: raw.numel()]
         return out.copy_(raw)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from offspec.backends.device_kinds import kind_of
 from offspec.errors import HardwareError
 
 from .cgroups import ROOT, cpu_quota, memory_limits
@@ -102,10 +103,8 @@ class Disk:
 
 def read_hardware(device: torch.device) -> Hardware:
     """The hardware for computing on `device`, without measurements. Raises HardwareError if the GPU fails."""
-    from ..accelerators.accelerator import accelerator_of
-
     num_cores, cores_limit = read_cores()
-    gpu = read_gpu(device) if accelerator_of(device).has_own_memory else None
+    gpu = read_gpu(device) if kind_of(device).has_own_memory else None
     return Hardware(read_memory(), read_cpu_name(), num_cores, cores_limit, gpu)
 
 

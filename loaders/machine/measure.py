@@ -27,6 +27,7 @@ import torch.nn.functional as F
 
 from offspec.backends.arithmetic import FAST
 from offspec.backends.choice import backend_of, linear
+from offspec.backends.device_kinds import kind_of
 from offspec.backends.on_gpu import FUSED_ROWS
 from offspec.backends.weights import PLAIN_FORMS, PackedWeight
 from offspec.errors import HardwareError, OffspecError
@@ -89,7 +90,7 @@ def measure_rates(
     attempts("host_to_device_bytes_per_s", "link", partial(_host_to_device, device, seconds))
     attempts("memory_bytes_per_s", "memory", partial(_memory, device, seconds))
     attempts("matmul_flops", "matrix products", partial(_matmul, *on_device, widths, seconds, reads, multiplied))
-    if multiplied is not None and device.type == "cpu" and has_kernel(multiplied):
+    if multiplied is not None and has_kernel(multiplied, kind_of(device)):
         attempts.sources["dequantise_elements_per_s"] = "part of the matrix products"
     else:
         unpack = partial(_dequantise, *on_device, unpacked, seconds, reads)
@@ -131,9 +132,9 @@ def _memory(device: torch.device, seconds: float) -> tuple[float, str]:
 def _matmul(
     device: torch.device, dtype: torch.dtype, widths: Sequence[int], seconds: float, reads: Reads, form: str | None
 ) -> tuple[dict[int, float], str]:
-    threads = f", threads: {torch.get_num_threads()}" if device.type == "cpu" else ""
-    form = form or PLAIN_FORMS.get(dtype)
-    if device.type == "cpu" and form is not None and has_kernel(form):
+    kind, form = kind_of(device), form or PLAIN_FORMS.get(dtype)
+    threads = "" if kind.has_own_memory else f", threads: {torch.get_num_threads()}"
+    if form is not None and has_kernel(form, kind):
         with reads():
             return product_flops(form, dtype, widths), f"{form}{threads}"
     with reads():
@@ -355,10 +356,10 @@ def measure_memory(device: torch.device, *, seconds: float = 1.0) -> float:
 
 def measure_host_to_device(device: torch.device, *, seconds: float = 1.0) -> float | None:
     """Bytes/s of copies from pinned memory; None for a CPU, which has no such link."""
-    accelerator, nbytes = accelerator_of(device), 64 * MIB
-    if not accelerator.has_own_memory:
+    nbytes = 64 * MIB
+    if not kind_of(device).has_own_memory:
         return None
-    source = accelerator.page_locked(nbytes).fill_(1)
+    source = accelerator_of(device).page_locked(nbytes).fill_(1)
     target = torch.empty(nbytes, dtype=torch.uint8, device=device)
     return nbytes / typical_seconds(device, lambda: target.copy_(source, non_blocking=True), seconds)
 
@@ -377,7 +378,7 @@ def measure_dequantise(
     bitsandbytes raises OffspecError.
     """
     weight_format, form = _measured(form)
-    if device.type == "cpu":  # a GPU does not need it
+    if not kind_of(device).has_own_memory:  # a GPU does not need it
         weight_format.prepare()
     stored = weight_format.sized(form, "weight", shape, of_no_file)
     assert stored is not None
@@ -399,7 +400,7 @@ def measure_packed_product(device: torch.device, dtype: torch.dtype, *, seconds:
     """
     stored = format_named(_PACKED_FORM).sized(_PACKED_FORM, "weight", _PACKED_SHAPE, of_no_file)
     assert stored is not None
-    if device.type == "cpu" or stored.fused_kind is None:
+    if kind_of(device).multiplies_stored or stored.fused_kind is None:
         return None
     try:
         matrices = _packed_samples(stored, device, 2)

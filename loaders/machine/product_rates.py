@@ -20,6 +20,8 @@ from offspec.backends.arithmetic import FAST
 from offspec.backends.backend import Backend
 from offspec.backends.choice import CPU, backend_of
 from offspec.backends.cpu import plain_product
+from offspec.backends.device_kinds import CPU as HOST
+from offspec.backends.device_kinds import DeviceKind
 from offspec.backends.weights import PLAIN_FORMS, PackedMatrix, Weight
 from offspec.backends.x86.processor import instructions, num_lanes
 from offspec.backends.x86.row_product import RowProduct
@@ -41,10 +43,10 @@ def kernels_of(forms: Iterable[str], dtype: torch.dtype) -> list[RowProduct]:
 
 
 def product_flops(
-    form: str, dtype: torch.dtype, widths: Sequence[int] = ROWS, arithmetic: str = FAST
+    form: str, dtype: torch.dtype, widths: Sequence[int] = ROWS, arithmetic: str = FAST, device: DeviceKind = HOST
 ) -> dict[int, float]:
-    """Rows → FLOP/s of products of rows of `dtype` with large matrices of a form; {} without kernels for it."""
-    if not has_kernel(form):
+    """Rows → FLOP/s of products of rows of `dtype` with large matrices of a form; {} without kernels for it there."""
+    if not has_kernel(form, device):
         return {}
     num_bytes = SHAPE[0] * SHAPE[1] * _bytes_per_weight(form)
     made = [sample(form, SHAPE) for _ in range(max(2, int(CACHE_BYTES / num_bytes)))]
@@ -111,9 +113,9 @@ def forms_of(stored: Iterable[StoredWeight]) -> set[str]:
     return {form_of(weight.dtype) for weight in stored if len(weight.shape) == 2}
 
 
-def has_kernel(form: str) -> bool:
-    """Whether this machine has kernels for weights of a form."""
-    return _kernel(form) is not None
+def has_kernel(form: str, device: DeviceKind = HOST) -> bool:
+    """Whether this machine has kernels for weights of a form as they are stored, on such a device."""
+    return device.multiplies_stored and _kernel(form) is not None
 
 
 def _kernel(form: str) -> RowProduct | None:

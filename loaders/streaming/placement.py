@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 
+from offspec.backends.device_kinds import CPU, GPU, DeviceKind
 from offspec.errors import MemoryLimitError
 
 from ..units import format_size
@@ -127,6 +128,11 @@ class Limits:
 
     device: int | None
     ram: int
+
+    @property
+    def kind(self) -> DeviceKind:
+        """Of the device."""
+        return CPU if self.device is None else GPU
 
 
 @dataclass(frozen=True)

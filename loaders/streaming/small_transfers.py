@@ -13,6 +13,8 @@ import threading
 import torch
 from torch import Tensor
 
+from offspec.backends.device_kinds import kind_of
+
 from ..accelerators.accelerator import Accelerator, accelerator_of
 
 WORD_BYTES = 8
@@ -44,7 +46,7 @@ class SlotTransfers:
         """Transfer `values` from the host to the device."""
         if not values.nbytes:
             return torch.empty(values.shape, dtype=values.dtype, device=self._device)
-        if self._view is None or values.device.type != "cpu":
+        if self._view is None or values.device != self._host.device:
             return values.to(self._device)
         whole = values.contiguous().view(-1).view(torch.uint8)
         words = -(-len(whole) // WORD_BYTES)
@@ -70,9 +72,8 @@ _lock = threading.Lock()
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
     """Transfer `values` from the host to `device`; on a CPU, `values.to(device)`."""
-    accelerator = accelerator_of(device)
-    if not accelerator.has_own_memory:
+    if not kind_of(device).has_own_memory:
         return values.to(device)
     with _lock:
-        transfers = _transfers.get(device) or _transfers.setdefault(device, SlotTransfers(accelerator))
+        transfers = _transfers.get(device) or _transfers.setdefault(device, SlotTransfers(accelerator_of(device)))
     return transfers.to_device(values)

@@ -13,6 +13,7 @@ from threading import Lock
 
 import torch
 
+from offspec.backends.device_kinds import kind_of
 from offspec.backends.expert_table import ExpertTable
 from offspec.backends.weights import Weight, as_table, dense, take_rows
 
@@ -193,7 +194,7 @@ class TieredWeights:
         on_disk = self._placement.on_disk
         if not on_disk and isinstance(self._experts, CachedExperts):
             self._experts.spare(nbytes)
-        if self._accelerator.has_own_memory or not isinstance(self._stream, Ring):
+        if kind_of(self._device).has_own_memory or not isinstance(self._stream, Ring):
             return
         num_wanted = max(0, min(nbytes // self._placement.slots.nbytes, len(on_disk) - LEAST_STREAMED))
         self._wanted = frozenset(on_disk[i] for i in scattered(len(on_disk) - 1)[:num_wanted])
@@ -266,7 +267,7 @@ class TieredWeights:
             return ResidentExperts(resident, self._dtype, self._device)
         slots = self._placement.experts
         slot_bytes = max(unit.record.nbytes for units in experts.values() for unit in units)
-        if not self._accelerator.has_own_memory:
+        if not kind_of(self._device).has_own_memory:
             return CachedExperts(experts, slots.device, slot_bytes, self._dtype, self._reader)
         cached = CachedExperts(self._host_experts, slots.host, slot_bytes, self._dtype, self._reader)
         if self._accelerator.pin(cached.memory):
@@ -298,7 +299,7 @@ class TieredWeights:
         if synchronous:
             everything: dict[Unit, Record] = {i: self._model.layers[i].record for i in self._placement.streamed}
             return PlainStream(everything, self._reader, self._device)
-        if self._accelerator.has_own_memory:
+        if kind_of(self._device).has_own_memory:
             p, layers = self._placement, self._model.layers
             slots = DeviceSlot.several(p.slots.num, p.slots.nbytes, self._accelerator)
             # Layers in RAM and the slots for layers on disk share one pinned buffer.

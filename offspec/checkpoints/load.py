@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from offspec.loaders.accelerators.accelerator import accelerator_of
+from offspec.backends.device_kinds import kind_of
 from offspec.loaders.params import Progress
 from offspec.loaders.streaming.device_experts import ExpertChoice
 from offspec.loaders.streaming.placement import Placement
@@ -48,7 +48,7 @@ def load_weights(
 
     Raises torch.OutOfMemoryError, MemoryLimitError, CheckpointError.
     """
-    if accelerator_of(device).has_own_memory:
+    if kind_of(device).has_own_memory:
         prepare_gpu()
     far = (model.config.embedding_name,) if settings.has_far_embedding and not model.config.tied_head else ()
     return TieredWeights(
@@ -72,7 +72,7 @@ def load_decoder(
 
 def decoder_over(model: ModelFiles, weights: WeightSource, device: torch.device) -> Decoder:
     """The decoder of a model with loaded weights: offspec's own, or transformers' modules. Prepares a GPU, too."""
-    if accelerator_of(device).has_own_memory:
+    if kind_of(device).has_own_memory:
         prepare_gpu()
     if isinstance(model.config, ForeignConfig):
         from ..model.transformers_decoder import ForeignDecoder  # imported here, because it imports transformers
@@ -84,8 +84,8 @@ def decoder_over(model: ModelFiles, weights: WeightSource, device: torch.device)
 
 
 def is_exact_as_draft(model: ModelFiles, device: torch.device) -> bool:
-    """Whether a draft computes exact rows, though it need not: on a CPU they are the fastest for large models."""
+    """Whether a draft computes exact rows, though it need not: by a CPU's kernels, the fastest for large models."""
     is_small = sum(unit.num_weights for unit in model.stored.units) < LEAST_EXACT_WEIGHTS
-    if device.type != "cpu" or is_small:
+    if is_small or not kind_of(device).multiplies_stored:
         return False
     return reason_against_exactness(model.config, model.dtype, device, model.kv) is None

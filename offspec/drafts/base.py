@@ -14,6 +14,8 @@ from typing import Any, Protocol
 
 import torch
 
+from offspec.backends.choice import CPU
+from offspec.backends.device_kinds import kind_of
 from offspec.loaders.params import Progress
 from offspec.loaders.streaming.placement import Placement
 from offspec.scheduler.drafting.drafter import Drafter, DraftRequest, NoDrafter
@@ -23,7 +25,7 @@ from offspec.scheduler.guessing.lookup import Guesser
 from offspec.scheduler.guessing.retrieval import Retrieval, SuffixIndex
 from offspec.scheduler.pace.controllers import Controller, controller_for
 from offspec.scheduler.pace.costs import Predict
-from offspec.scheduler.params import SpeculationParams, max_nodes
+from offspec.scheduler.params import SpeculationParams
 from offspec.scheduler.trees.verify import TargetPass
 
 from ..checkpoints.opening import ModelFiles, Note
@@ -104,16 +106,17 @@ class OpenRequest:
     tokenizer: the target's; None if memory is only planned and files may be missing. dtype: auto, bf16, fp16, fp32.
     notes: opening appends each automatic choice. progress(bytes_done, bytes_total): called while a shadow is made.
     choose(names, others): decides where several drafts are possible; without it, the first is taken.
+    device: the target's.
     """
 
     options: DraftOptions
     target: ModelFiles
     tokenizer: Tokenizer | None
     dtype: str
-    device_type: str
     notes: list[Note]
     progress: Progress | None = None
     choose: Choose | None = None
+    device: torch.device = CPU
 
 
 class OpenedDraft(Protocol):
@@ -271,4 +274,4 @@ def controller_of(task: DraftTask, stats: DraftStats) -> Controller:
 
 def most_nodes(task: DraftTask) -> int:
     """The most nodes of a tree whose size is found at run time."""
-    return min(max_nodes(task.target.device.type), task.target.config.most_nodes)
+    return min(kind_of(task.target.device).useful_rows, task.target.config.most_nodes)

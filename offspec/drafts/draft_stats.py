@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from offspec.loaders.accelerators.accelerator import accelerator_of
+from offspec.backends.device_kinds import kind_of
 from offspec.scheduler.drafting.estimates import RunningEstimates
 from offspec.scheduler.guessing.recycling import TokenRecycling
 from offspec.scheduler.pace.costs import Costs, Predict
@@ -37,7 +37,7 @@ class DraftStats(RunningEstimates):
         return cls(
             TokenRecycling(target.config.vocab_size),
             costs=Costs(predict_pass_s, predict_round_s),
-            overlap_switch=OverlapSwitch(shares_cores=not accelerator_of(target.device).has_own_memory),
+            overlap_switch=OverlapSwitch(shares_cores=not kind_of(target.device).has_own_memory),
             recall=None if draft is None or not (_is_linear(draft) and _is_linear(target)) else Recall(draft, target),
         )
 

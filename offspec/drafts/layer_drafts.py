@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from offspec.loaders.accelerators.accelerator import accelerator_of
+from offspec.backends.device_kinds import DeviceKind, kind_of
 from offspec.loaders.streaming.placement import SHADOW_ITEM, Item, Placement
 from offspec.loaders.streaming.stored_model import StoredModel
 from offspec.loaders.streaming.tiers import TieredWeights, load_layer
@@ -46,7 +46,7 @@ MOST_READ, LESS_READ = 512, 64
 # From so long a context on, a shadow on a card copies entries of so many tokens (docs/results/long-texts.md).
 LONG_CONTEXT, LONG_WINDOW = 8192, 512
 # Nodes pending in the KV cache, whose entries are as large as the target's. A tree of 256 nodes had up to 616.
-MOST_ROWS, MOST_ROWS_ON_CPU = 1024, 768
+MOST_ROWS, ROWS_IN_RAM = 1024, 768
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,11 @@ class OwnEntries:
     most_nodes: int
 
     @classmethod
-    def of(cls, device_type: str, window: int | None) -> OwnEntries:
-        """Fewer on a CPU; with a window, there is to be little memory beside it."""
-        on_cpu = device_type == "cpu"
-        most_read = LESS_READ if on_cpu or window is not None else MOST_READ
-        return cls(most_read, MOST_ROWS_ON_CPU if on_cpu else MOST_ROWS)
+    def of(cls, device: DeviceKind, window: int | None) -> OwnEntries:
+        """Fewer where they take RAM from layers; with a window, there is to be little memory beside it."""
+        if not device.has_own_memory:
+            return cls(LESS_READ, ROWS_IN_RAM)
+        return cls(MOST_READ if window is None else LESS_READ, MOST_ROWS)
 
     @property
     def number(self) -> int:
@@ -81,7 +81,7 @@ class LayersOfTarget(ModelDraft):
     def prepare(self, max_context: int) -> None:
         if self.window is not None:
             return
-        if accelerator_of(self.decoder.device).records and is_static(self.decoder) and self._buffers is None:
+        if kind_of(self.decoder.device).records and is_static(self.decoder) and self._buffers is None:
             self._buffers = RoundBuffers(self.decoder)
 
     def new_caches(self, target: Decoder, num_tokens: int, num_nodes: int) -> RequestCaches:
@@ -102,11 +102,11 @@ class LayersOfTarget(ModelDraft):
 
     @property
     def _own(self) -> OwnEntries:
-        return OwnEntries.of(self.decoder.device.type, self.window)
+        return OwnEntries.of(kind_of(self.decoder.device), self.window)
 
     def drafter(self, task: DraftTask, stats: DraftStats) -> Drafter:
         if isinstance(task.text, LayerDraftText | WindowOfTarget):
-            task.text.begin(tree_room(task.speculation, self.decoder.device.type))
+            task.text.begin(tree_room(task.speculation, kind_of(self.decoder.device).useful_rows))
         request = replace(task.request, most_read=self._own.most_read, most_rows=self._own.most_nodes)
         return super().drafter(replace(task, request=request), stats)
 
@@ -119,7 +119,7 @@ class OpenedShadow:
     target: ModelFiles
     models: Sequence[ModelFiles]
     notes: list[Note]
-    device_type: str
+    device: DeviceKind
     window: int | None = None
 
     @classmethod
@@ -140,14 +140,14 @@ class OpenedShadow:
             shadow = _of_bits(int(bits_or_path[:4] or DEFAULT_BITS), request)
         stored = replace(target.stored, layers=list(shadow.layers))
         packed = replace(target, stored=stored)
-        return cls(shadow, target, (packed,), request.notes, request.device_type, window)
+        return cls(shadow, target, (packed,), request.notes, kind_of(request.device), window)
 
     def memory_use(self, target: ModelFiles, reservation: Reservation) -> MemoryUse:
         """Scratch of its own, entries in the target's KV cache, and copies of the layers that will be streamed.
 
         With a window, the entries are in a cache of its own, and the target's may be in RAM.
         """
-        number = OwnEntries.of(self.device_type, self.window).number
+        number = OwnEntries.of(self.device, self.window).number
         items = [
             *unpacking_items(self.models[0]),
             *guessing_items(target.config, target, num_waiting=number),
@@ -173,7 +173,7 @@ class OpenedShadow:
         chosen = len(placement.streamed) or layers
         parts = ((copies, chosen), (self.target, layers - chosen))
         is_usual = not keeps_states(self.target.config)
-        is_captured = self.device_type != "cpu" and is_usual and self.window is None
+        is_captured = self.device.records and is_usual and self.window is None
         most_keys = None if self.window is None else most_entries(self.window)
         return Guessing(parts, SHADOWS[self.shadow.bits], chosen / layers, is_captured, is_usual, most_keys)
 
@@ -211,7 +211,7 @@ def _window(request: OpenRequest) -> int | None:
             f"{config.model_type} keep their own windows of them; omit it"
         )
     is_long = (request.options.context or 0) >= LONG_CONTEXT
-    if window is None and is_long and request.device_type != "cpu" and has_entries_alone(config):
+    if window is None and is_long and kind_of(request.device).has_own_memory and has_entries_alone(config):
         return None if any(config.windows) else LONG_WINDOW
     return window
 

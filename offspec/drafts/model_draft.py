@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from offspec.backends.arithmetic import EXACT, FAST
+from offspec.backends.device_kinds import kind_of
 from offspec.backends.x86.processor import can_pair, has_tiles
-from offspec.loaders.accelerators.accelerator import accelerator_of
 from offspec.loaders.streaming.placement import Item, Placement
 from offspec.scheduler.drafting.drafter import Drafter, NoDrafter
 from offspec.scheduler.drafting.model_drafter import ModelDrafter
@@ -81,7 +81,7 @@ class ModelDraft(Draft):
         if self.window is not None and self.window >= max_context:
             self.window = None
         self.tries_window &= max_context > 2 * TRIED_WINDOW
-        if accelerator_of(self.decoder.device).records and is_static(self.decoder) and self.graphs is None:
+        if kind_of(self.decoder.device).records and is_static(self.decoder) and self.graphs is None:
             self.graphs = TreeGraphs(self.decoder, self._num_entries(max_context) + 1 + MAX_ROWS)
             self.graphs.prepare()
 
@@ -118,7 +118,7 @@ class ModelDraft(Draft):
         if self._is_larger and speculation.budget is None and task.target.weights.is_resident:
             # A round brings one token more at best, and takes longer than the pass that would bring it.
             return super().drafter(task, stats)
-        if not self.overlaps or (keeps_states(self.decoder.config) and self.decoder.device.type != "cpu"):
+        if not self.overlaps or (keeps_states(self.decoder.config) and kind_of(self.decoder.device).has_streams):
             # Tensors of states are made and dropped by both streams, and nothing orders the reuse of their memory.
             speculation = replace(speculation, overlap=False)
         if speculation.tree != "best-first":
@@ -283,7 +283,7 @@ def _in_fastest_rows(files: ModelFiles, request: OpenRequest) -> ModelFiles:
     entries take twice the memory.
     """
     is_free = request.dtype == AUTO and not request.options.learns and files.packed_form is not None
-    if not is_free or files.dtype != torch.bfloat16 or not is_exact_as_draft(files, torch.device(request.device_type)):
+    if not is_free or files.dtype != torch.bfloat16 or not is_exact_as_draft(files, request.device):
         return files
     if not can_pair() or has_tiles():
         return files

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from offspec.loaders.accelerators.accelerator import accelerator_of
+from offspec.backends.device_kinds import kind_of
 from offspec.loaders.streaming.placement import Item, Placement
 from offspec.loaders.streaming.tiers import TieredWeights
 from offspec.scheduler.params import MAX_ROWS
@@ -72,7 +72,7 @@ class SelfDraft(ModelDraft):
     def new_caches(self, target: Decoder, num_tokens: int, num_nodes: int) -> RequestCaches:
         """On a GPU, graphs capture rounds through the target's layers; the exit layer's few kernels are launched."""
         layers = range(self.decoder.num_first)
-        if self._buffers is None and accelerator_of(target.device).records and is_static(target, layers):
+        if self._buffers is None and kind_of(target.device).records and is_static(target, layers):
             self._buffers = RoundBuffers(target, layers=layers)
         return RequestCaches(*shared_text(target, self.decoder, num_tokens + num_nodes, self._buffers))
 
@@ -151,7 +151,7 @@ class OpenedSelf:
         """
         if self._lacks_experts(placement):
             return Guessing(acceptance=LOOKUP)
-        is_captured = placement.limits.device is not None and self.target.packed_form is None
+        is_captured = placement.limits.kind.records and self.target.packed_form is None
         is_captured &= not keeps_states(self.target.config)
         if self.file is None:
             return Guessing(((self.target, self.num_first),), EXIT, is_captured=is_captured, overlaps=False)

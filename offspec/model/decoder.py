@@ -20,6 +20,7 @@ from torch import Tensor
 from offspec.backends.arithmetic import FAST
 from offspec.backends.backend import Backend
 from offspec.backends.choice import backend_of
+from offspec.backends.device_kinds import GPU, DeviceKind
 from offspec.backends.weights import Weight
 from offspec.loaders.accelerators.accelerator import accelerator_of
 from offspec.loaders.accelerators.cuda import span
@@ -45,7 +46,7 @@ from .parts.kv_attention import CAPPED_SCORES, MASKED_KEYS, Visibility
 from .parts.layer_input import of_tokens
 from .parts.mlp import Mlp
 from .parts.part import ExpertsOfLayer, LayerWeights, PassRows, as_vector
-from .parts.split_attention import SPLIT_BYTES, most_scored_keys, reason_for_formula
+from .parts.split_attention import most_scored_keys, reason_for_formula
 from .pass_rows import MASK_ELEMENTS, PASS_ROWS, AppendedRows, JoinedRows, TextRows, chunk_rows, placed
 from .rope import Rotations
 from .row_logits import HEAD_ROWS, RowLogits
@@ -291,18 +292,18 @@ class Decoder:
 
 
 def activation_bytes(
-    config: ModelConfig, num_rows: int, num_keys: int, itemsize: int, kv: KVFormat = PLAIN, *, on_cpu: bool = False
+    config: ModelConfig, num_rows: int, num_keys: int, itemsize: int, kv: KVFormat = PLAIN, device: DeviceKind = GPU
 ) -> int:
     """Upper bound of the bytes that a pass over `num_rows` rows allocates beside weights and KV cache.
 
-    kv: the cache's format. on_cpu: the CPU computes, whose attention by parts holds no scores.
+    kv: the cache's format.
     """
     c, rows = config, min(num_rows, chunk_rows(config, num_keys))
     queries = c.num_heads * c.largest_head
     numbers = [part.row_numbers for layer in range(c.num_layers) for part in parts_of(c, layer)]
     widths = 4 * c.hidden_size + max(6 * queries, Mlp(c, 0).row_numbers, *numbers)  # a head may have no layers
     fp32 = 0 if c.norm == "rms" else 8 * rows * max(c.hidden_size, queries)  # the other norms compute in fp32
-    attention = _attention_bytes(c, rows, num_keys, itemsize, kv, on_cpu=on_cpu)
+    attention = _attention_bytes(c, rows, num_keys, itemsize, kv, device)
     attention += c.made_numbers(num_keys) * itemsize
     head = HEAD_ROWS * c.vocab_size * (itemsize + (4 if c.logit_cap is None else 12))
     inputs = 0 if c.layer_inputs is None else 4 * c.layer_inputs.width  # kept for the pass, and made of three others
@@ -310,13 +311,13 @@ def activation_bytes(
 
 
 def _attention_bytes(
-    config: ModelConfig, num_rows: int, num_keys: int, itemsize: int, kv: KVFormat, *, on_cpu: bool
+    config: ModelConfig, num_rows: int, num_keys: int, itemsize: int, kv: KVFormat, device: DeviceKind
 ) -> int:
     """Bytes of masks, scores, results and unpacked keys of attention, at once or by parts."""
     layouts = [layout for layout in kv_layouts(config) if layout is not None]
     is_whole, is_capped = config.has_whole_attention, config.attention_cap is not None
     heads, copies = config.mask_heads, 1 + 2 * itemsize  # the mask as bool, as numbers, and as aligned numbers
-    each = (kv.unpacked_bytes(layout, num_keys, itemsize, on_cpu=on_cpu, is_whole=is_whole) for layout in layouts)
+    each = (kv.unpacked_bytes(layout, num_keys, itemsize, device, is_whole=is_whole) for layout in layouts)
     unpacked = max(each, default=0)  # a head may have no layer
     elements = heads * num_rows * num_keys
     if is_whole:
@@ -328,11 +329,10 @@ def _attention_bytes(
     if kv.is_plain and elements <= MASK_ELEMENTS:
         return total
     rows = num_rows * config.num_heads
-    by_formula = reason_for_formula(config.largest_head, itemsize, config.attention_cap, on_cpu=on_cpu) is not None
+    by_formula = reason_for_formula(config.largest_head, itemsize, config.attention_cap, device) is not None
     scores = rows * min(num_keys, most_scored_keys(rows)) if by_formula else 0
-    splits = 0 if on_cpu else SPLIT_BYTES
-    masks = (heads if on_cpu else 1) * num_rows * min(num_keys, MASKED_KEYS) * copies
-    return max(total, masks + 4 * (3 * scores + 6 * rows * config.largest_head) + splits + unpacked)
+    masks = (heads if device.repeats_masks else 1) * num_rows * min(num_keys, MASKED_KEYS) * copies
+    return max(total, masks + 4 * (3 * scores + 6 * rows * config.largest_head) + device.split_bytes + unpacked)
 
 
 class CachedDecoder:

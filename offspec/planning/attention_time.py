@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
+from offspec.backends.device_kinds import DeviceKind
 from offspec.loaders.machine.hardware import Rates
 
 from ..checkpoints.opening import ModelFiles
@@ -23,12 +24,9 @@ from ..model.pass_rows import MASK_ELEMENTS
 # Bytes that are read and written: for each score by formula (product, scale, logsumexp, softmax, product) and, if it is
 # capped, two quotients more and tanh; for each number of a part's result, merged into the total.
 SCORE_TRAFFIC, CAP_TRAFFIC, MERGE_TRAFFIC = 56, 24, 28
-# A GeForce card multiplies fp32 at half the rate of bf16 (`loaders.machine.gpus`).
-FP32_SHARE = 0.5
 # A GPU's operations: of a layer (cache, queries, mask, result), of packing a pass's entries, of a part by formula (one
 # by an operator), and of merging a part.
 LAYER_OPERATIONS, PACK_OPERATIONS, FORMULA_OPERATIONS, MERGE_OPERATIONS = 7, 32, 18, 9
-LAUNCH_S = 5e-6  # seconds to launch one
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,7 @@ class AttentionShape:
     cap: float | None
     itemsize: int
     kv: KVFormat
-    on_cpu: bool
+    device: DeviceKind
     is_whole: bool = False
 
     @property
@@ -61,7 +59,7 @@ class AttentionShape:
     def reason_for_formula(self) -> str | None:
         if self.is_whole:
             return None
-        return reason_for_formula(self.layout.head_dim, self.itemsize, self.cap, on_cpu=self.on_cpu)
+        return reason_for_formula(self.layout.head_dim, self.itemsize, self.cap, self.device)
 
     def is_at_once(self, num_keys: int) -> bool:
         """Whether all keys are one part, see `AppendedRows.attend`."""
@@ -75,14 +73,14 @@ class AttentionShape:
         if self.reason_for_formula is not None:
             limits.append(most_scored_keys(self.rows))
         if not self.kv.is_plain:
-            limits.append(most_unpacked(self.layout, on_cpu=self.on_cpu))
+            limits.append(most_unpacked(self.layout, self.device))
         return -(-num_keys // min(limits, default=num_keys))
 
     def num_operations(self, num_keys: int) -> int:
         """Kernels of a layer on a GPU, by parts."""
         num_parts = self.num_parts(num_keys) + 1  # the pass's own rows are a part
         each = 1 if self.reason_for_formula is None else FORMULA_OPERATIONS
-        each += self.kv.unpacking(on_cpu=self.on_cpu).operations
+        each += self.kv.unpacking(self.device).operations
         once = LAYER_OPERATIONS + (0 if self.kv.is_plain else PACK_OPERATIONS)
         return once + num_parts * each + (num_parts - 1) * MERGE_OPERATIONS
 
@@ -94,32 +92,31 @@ class AttentionShape:
         numbers = 2 * num_keys * self.layout.num_heads * self.layout.head_dim
         product_s = numbers * seconds_per_element(rates.matmul_flops, self.stacked_rows)
         is_scored, at_once = self.reason_for_formula is not None, self.is_at_once(num_keys)
-        traffic = num_keys * self.layout.numbers * self.kv.unpacking(on_cpu=self.on_cpu).traffic
+        traffic = num_keys * self.layout.numbers * self.kv.unpacking(self.device).traffic
         if is_scored:
             cap_traffic = 0 if at_once or self.cap is None else CAP_TRAFFIC
             traffic += self.rows * num_keys * (SCORE_TRAFFIC + cap_traffic)
         if at_once:
             return product_s + traffic / memory
-        if is_scored and not self.on_cpu and self.itemsize == 2:
-            product_s /= FP32_SHARE
+        if is_scored and self.itemsize == 2:
+            product_s /= self.device.fp32_share
         traffic += self.num_parts(num_keys) * self.rows * self.layout.head_dim * MERGE_TRAFFIC
-        launch_s = 0.0 if self.on_cpu else self.num_operations(num_keys) * LAUNCH_S
-        return max(product_s + traffic / memory, launch_s)
+        return max(product_s + traffic / memory, self.num_operations(num_keys) * self.device.launch_s)
 
 
-def seconds_of_attention(target: ModelFiles, rates: Rates, width: int, num_keys: int, *, on_cpu: bool) -> list[float]:
+def seconds_of_attention(target: ModelFiles, rates: Rates, width: int, num_keys: int, kind: DeviceKind) -> list[float]:
     """Seconds of attention of `width` rows to so many keys in each layer."""
     config = target.config
     if not num_keys or not rates.matmul_flops:
         return [0.0] * config.num_layers
-    shapes = attention_shapes(target, width, on_cpu=on_cpu)
+    shapes = attention_shapes(target, width, kind)
     return [
         0.0 if shape is None else shape.seconds(num_keys if window is None else min(num_keys, window), rates)
         for shape, window in zip(shapes, config.windows, strict=True)
     ]
 
 
-def attention_shapes(target: ModelFiles, width: int, *, on_cpu: bool) -> list[AttentionShape | None]:
+def attention_shapes(target: ModelFiles, width: int, kind: DeviceKind) -> list[AttentionShape | None]:
     """Of each layer; None for one that does not attend."""
     config, itemsize, is_whole = target.config, target.dtype.itemsize, target.config.has_whole_attention
     make = partial(AttentionShape, width, config.num_heads)
@@ -127,7 +124,7 @@ def attention_shapes(target: ModelFiles, width: int, *, on_cpu: bool) -> list[At
     for layer, shape in enumerate(config.shapes):
         layouts[layer] = layouts[layer if shape.entries_of is None else shape.entries_of]
     return [
-        None if layout is None else make(layout, config.attention_cap, itemsize, target.kv, on_cpu, is_whole)
+        None if layout is None else make(layout, config.attention_cap, itemsize, target.kv, kind, is_whole)
         for layout in layouts
     ]
 

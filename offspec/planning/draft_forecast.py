@@ -18,14 +18,13 @@ from offspec.scheduler.params import SpeculationParams
 from ..checkpoints.opening import ModelFiles
 from ..model.row_logits import HEAD_ROWS
 from .attention_time import seconds_of_attention, seconds_per_element
-from .plan import EAGER_LAYER_S, PassWork, Plan, resident_layer_s
+from .plan import LAYER_LAUNCHES, PassWork, Plan, resident_layer_s
 
 MAX_ROUNDS = SpeculationParams.max_depth  # a round makes the tree one level deeper
 BEND = 3  # of the curve in `Acceptance.tokens`: fitted to replayed texts (docs/results/drafts.md)
 # Rounds during a pass spare the next tree the more rounds, the longer the accepted paths are for their depth; fitted to
 # replayed texts, where a small model was spared 0.3 of them, and a shadow of 4 bits 0.7 (docs/results/drafts.md).
 SPARED_POWER = 8
-CAPTURED_LAYER_S = 75 * 1.5e-6  # as EAGER_LAYER_S, in a captured graph
 NUM_HEADS = 2  # times that a round multiplies by the head: for its logits, and for recall
 
 RatesOf = Callable[[ModelFiles], Rates]  # rates of products with a model's matrices
@@ -192,17 +191,15 @@ def round_s(plan: Plan, guessing: Guessing, rates_of: RatesOf, width: int, num_t
         others_s = (num_texts - 1) * round_s(plan, eager, rates_of, width)
         return round_s(plan, guessing, rates_of, width) + others_s
     width *= num_texts
-    launch_s = CAPTURED_LAYER_S if guessing.is_captured else EAGER_LAYER_S
-    on_cpu = plan.placement.limits.device is None
-    if on_cpu:
-        launch_s = 0.0
+    kind = plan.placement.limits.kind
+    launch_s = LAYER_LAUNCHES * (kind.replay_s if guessing.is_captured else kind.launch_s)
     works = [(model, count, PassWork.of(model)) for model, count in guessing.layers]
     in_layers = sum(
         count * (launch_s + resident_layer_s(model, work, rates_of(model), width)) for model, count, work in works
     )
     num_keys = min(plan.usual_tokens, guessing.most_keys or plan.usual_tokens)
     for model, count in guessing.layers:
-        attention_s = seconds_of_attention(model, rates_of(model), width, num_keys, on_cpu=on_cpu)
+        attention_s = seconds_of_attention(model, rates_of(model), width, num_keys, kind)
         in_layers += count * sum(attention_s) / len(attention_s)
     first = guessing.layers[0][0]
     head = PassWork.of(first).head_elements

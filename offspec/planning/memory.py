@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from offspec.backends.device_kinds import GPU, DeviceKind
 from offspec.loaders.streaming.placement import Item
 
 from ..checkpoints.opening import ModelFiles
@@ -44,14 +45,14 @@ class Reservation:
     """The space that a plan reserves: tokens of the longest text, and nodes of all trees beside it.
 
     texts: the number of texts that share passes. One may have the full context; for each other one SHARED_TOKENS are
-    reserved. They share all of it (`batch.Batch`), as the slots of llama.cpp's server share its context. on_cpu: the
-    CPU computes.
+    reserved. They share all of it (`batch.Batch`), as the slots of llama.cpp's server share its context. device: that
+    computes.
     """
 
     context: int
     tree: int
     texts: int = 1
-    on_cpu: bool = False
+    device: DeviceKind = GPU
 
     @property
     def pass_rows(self) -> int:

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import torch
 
+from offspec.backends.device_kinds import kind_of
 from offspec.loaders.accelerators.accelerator import accelerator_of
 from offspec.loaders.units import format_size
 
@@ -83,7 +84,7 @@ def explain_out_of_memory(plan: Plan, device: torch.device, message: str) -> str
         limit, planned, setting = limits.device, placement.device_bytes, "vram"
     accelerator = accelerator_of(device)
     peak_bytes = accelerator.held_bytes()[1]
-    peak = f", torch's peak was {format_size(peak_bytes)}" if accelerator.has_own_memory else ""
+    peak = f", torch's peak was {format_size(peak_bytes)}" if kind_of(device).has_own_memory else ""
     return (
         f"{device} ran out of memory ({message}): planned {format_size(planned)}, limit {format_size(limit)}{peak}; "
         f"close other programs that use this memory, or set a lower limit (`{setting}`) or a smaller `context`"

@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
+from offspec.backends.device_kinds import DeviceKind
 from offspec.backends.gpu import slice_elements
 from offspec.backends.on_gpu import GGUF_WITH_KERNELS, most_packed_rows
 from offspec.loaders.machine.hardware import Hardware, Rates
@@ -39,7 +40,6 @@ from offspec.loaders.streaming.placement import (
     used_share,
 )
 from offspec.loaders.streaming.stored_model import StoredUnit
-from offspec.scheduler.params import max_nodes
 
 from ..checkpoints.opening import ModelFiles
 from ..errors import ContextLengthError, MemoryLimitError, UsageError
@@ -57,15 +57,14 @@ CONTEXT_STEP = 1024
 LEAST_LAYERS_OF_EXPERTS = 2  # times the experts of a row, which are in memory at once
 MIN_CONTEXT = 512  # the smallest default context; a smaller one would be of little use
 WORKSPACE_BYTES = 64 * 2**20  # samplers, the tokenizer and the allocator's rounding
-CUDA_WORKSPACE_BYTES = 300 * 2**20
 COMPARED_WIDTH = 16  # rows of the pass by which plans are compared
 SPARE = 0.05  # share of the free memory left for other programs, if the user sets no limit
 # KV entries of streamed layers go to RAM if a pass over half a context then moves so much less, which is a share.
 LEAST_MOVED_LESS = 0.05
 PROGRAM_ITEM, EMBEDDING_ITEM = "program", "embedding"
-# To launch the kernels of one layer on a GPU, which computes those before meanwhile; and those of an expert whose
-# format no kernel multiplies for all experts at once: on an H200 a layer that used 8 took 3.15 ms (docs/LOG.md).
-EAGER_LAYER_S, EAGER_EXPERT_S = 75 * 5e-6, 0.35e-3
+# Kernels that are launched for one layer; and seconds to launch those of an expert whose format no kernel multiplies
+# for all experts at once: on an H200 a layer that used 8 took 3.15 ms (docs/LOG.md).
+LAYER_LAUNCHES, EAGER_EXPERT_S = 75, 0.35e-3
 
 
 @dataclass(frozen=True)
@@ -186,17 +185,18 @@ class Plan:
         resident, work, experts_s = set(self.placement.resident), self.work, self._experts_s(rates, width)
         if experts_s is not None:
             work = replace(work, expert_elements=0)
-        on_cpu = self.placement.limits.device is None
-        attention_s = seconds_of_attention(self.inputs.target, rates, width, num_keys, on_cpu=on_cpu)
-        if on_cpu or self.placement.streamed:  # rows of a streamed target are exact: its matrices are unpacked first
+        kind = self.placement.limits.kind
+        attention_s = seconds_of_attention(self.inputs.target, rates, width, num_keys, kind)
+        # Rows of a streamed target are exact: its matrices are unpacked first.
+        if kind.multiplies_stored or self.placement.streamed:
             kept_s, streamed_s = (
                 layer_s(work, rates, width, unpacked) for unpacked in (work.kept_elements, work.packed_elements)
             )
         else:
             kept_s = streamed_s = resident_layer_s(self.inputs.target, work, rates, width)
-        each_s, least_s = experts_s or 0.0, 0.0 if on_cpu else EAGER_LAYER_S
+        each_s, least_s = experts_s or 0.0, LAYER_LAUNCHES * kind.launch_s
         form, experts, slots = self.inputs.target.packed_form, self.experts, self.placement.experts
-        if experts is not None and form is not None and form not in GGUF_WITH_KERNELS and not on_cpu:
+        if experts is not None and form is not None and form not in GGUF_WITH_KERNELS and kind.launch_s:
             # Experts are launched one by one.
             on_device = 1.0 if slots.are_resident else slots.device / experts.num
             least_s += on_device * experts.num_used(width) * EAGER_EXPERT_S
@@ -356,16 +356,16 @@ def _plan_for_request(wanted: int, options: MemoryOptions, make: Callable[..., P
 def _plan_in_room(inputs: PlanInputs) -> Plan:
     """The plan for the context asked for, or for the default context."""
     target, limits, options = inputs.target, inputs.limits, inputs.options
-    longest, most = target.config.max_context, max_nodes("cpu" if limits.device is None else "cuda")
+    longest, most = target.config.max_context, limits.kind.useful_rows
     tree = max(options.tree or 0, min(most, target.config.most_nodes))
     if options.context is not None:
         if options.context > longest:
             raise UsageError(f"`context={options.context}` exceeds the model's maximum of {longest}; set a smaller one")
-        return _plan_for(Reservation(options.context, tree, options.texts, limits.device is None), inputs)
+        return _plan_for(Reservation(options.context, tree, options.texts, limits.kind), inputs)
     context = min(longest, DEFAULT_CONTEXT)
     while True:
         try:
-            plan = _plan_for(Reservation(context, tree, options.texts, limits.device is None), inputs)
+            plan = _plan_for(Reservation(context, tree, options.texts, limits.kind), inputs)
             return _grown(plan) if context == DEFAULT_CONTEXT else plan
         except MemoryLimitError:
             if context // 2 < MIN_CONTEXT:
@@ -566,20 +566,18 @@ def _place(
 
 def _items(reservation: Reservation, inputs: PlanInputs, uses: Sequence[MemoryUse]) -> list[Item]:
     """Everything but the target's layers and its KV cache."""
-    target, on_gpu = inputs.target, inputs.limits.device is not None
-    config = target.config
+    target, config, kind = inputs.target, inputs.target.config, inputs.limits.kind
     shared = {n: StoredUnit({n: w}).cost(target.dtype).resident_bytes for n, w in target.stored.shared.items()}
     workspace = max([pass_bytes(target, reservation), *(use.workspace_bytes for use in uses)])
-    cuda_bytes = CUDA_WORKSPACE_BYTES if on_gpu else 0
     items = [
-        Item(PROGRAM_ITEM, on_host=inputs.program_bytes + WORKSPACE_BYTES, on_device=cuda_bytes),
+        Item(PROGRAM_ITEM, on_host=inputs.program_bytes + WORKSPACE_BYTES, on_device=kind.workspace_bytes),
         Item("activations", on_device=workspace),
     ]
     tables = (*config.row_tables, *(() if config.tied_head else (config.embedding_name,)))
     if tables:
         items.append(Item(EMBEDDING_ITEM, on_host=sum(shared.pop(name) for name in tables)))
     items.append(Item("head", on_device=sum(shared.values())))
-    items += [*unpacking_items(target), *head_items(target, on_gpu=on_gpu)]
+    items += [*unpacking_items(target), *head_items(target, kind)]
     return add_up([*items, *(item for use in uses for item in use.items)])
 
 
@@ -589,10 +587,10 @@ def unpacking_items(model: ModelFiles) -> list[Item]:
     return [Item("unpacking", on_device=scratch)] if scratch else []
 
 
-def head_items(model: ModelFiles, *, on_gpu: bool) -> list[Item]:
-    """What unpacking a packed head takes on a GPU; a CPU multiplies with it as it is."""
+def head_items(model: ModelFiles, device: DeviceKind) -> list[Item]:
+    """What unpacking a packed head takes, if it is not multiplied as it is stored."""
     head = model.stored.shared.get(model.config.head_name)
-    if not on_gpu or head is None or not head.is_packed:
+    if device.multiplies_stored or head is None or not head.is_packed:
         return []
     return [Item("unpacking the head", on_device=slice_elements(head.shape) * model.dtype.itemsize)]
 
@@ -614,7 +612,7 @@ def pass_bytes(model: ModelFiles, reservation: Reservation) -> int:
     """Bytes that a pass allocates at most: of a prompt's part at the end of the context, with a tree."""
     num_keys = reservation.context + reservation.tree
     return activation_bytes(
-        model.config, reservation.pass_rows, num_keys, model.dtype.itemsize, model.kv, on_cpu=reservation.on_cpu
+        model.config, reservation.pass_rows, num_keys, model.dtype.itemsize, model.kv, reservation.device
     )
 
 

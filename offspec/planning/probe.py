@@ -11,6 +11,7 @@ import torch
 from offspec.backends.arithmetic import BYTE_FORMS, FAST, INT8
 from offspec.backends.backend import Backend
 from offspec.backends.choice import CPU
+from offspec.backends.device_kinds import DeviceKind, kind_of
 from offspec.backends.weights import PLAIN_FORMS
 from offspec.backends.x86.processor import num_lanes
 from offspec.loaders.accelerators.accelerator import accelerator_of
@@ -97,8 +98,7 @@ def with_expert_rates(rates: Rates, plan: Plan, device: torch.device) -> Rates:
 def host_flops(target: ModelFiles) -> Mapping[int, float]:
     """Rows → FLOP/s of this CPU with a target's experts; measured once."""
     form = target.packed_form or PLAIN_FORMS.get(target.dtype, "")
-    measured = product_flops(form, target.dtype)
-    return measured or measure_matmul(CPU, target.dtype, (1, 16, 128), shape=(2048, 2048), seconds=0.1)
+    return product_flops(form, target.dtype) or _quick_flops(CPU, target.dtype, seconds=0.1)
 
 
 def prepare_kernels(models: Iterable[ModelFiles], backend: Backend) -> None:
@@ -126,12 +126,8 @@ def measure_quick_rates(target: ModelFiles, device: torch.device, link_bytes_per
     Takes 32 MiB of weights on a CPU; on a GPU 128 MiB, or four times its L2 cache if that is more. Beside a streamed
     target, packed matrices may draft; on a GPU their products take 0.1 s and as much memory more.
     """
-    form = target.packed_form
-    products = product_flops(_rate_form(target), target.dtype) if device.type == "cpu" else {}
-    if products and not target.stored.has_two_forms:
-        return Rates(
-            disk_bytes_per_s=link_bytes_per_s, host_to_device_bytes_per_s=link_bytes_per_s, matmul_flops=products
-        )
+    products = product_flops(_rate_form(target), target.dtype, device=kind_of(device))
+    form = target.packed_form if target.stored.has_two_forms or not products else None
     return Rates(
         disk_bytes_per_s=link_bytes_per_s,
         host_to_device_bytes_per_s=link_bytes_per_s,
@@ -146,11 +142,11 @@ def with_arithmetic(rates: Rates, target: ModelFiles, device: torch.device, arit
 
     arithmetic: of `backends.arithmetic.ARITHMETIC`. Kernels of a CPU are exact, so only rows in 8 bits differ there.
     """
-    form = _rate_form(target)
-    is_same = arithmetic == FAST or (device.type == "cpu" and arithmetic != INT8)
+    kind = kind_of(device)
+    is_same = arithmetic == FAST or (kind.multiplies_stored and arithmetic != INT8)
     if is_same or not _is_large(target):
         return rates
-    products = product_flops(form, target.dtype, arithmetic=arithmetic) if device.type == "cpu" and form else {}
+    products = product_flops(_rate_form(target), target.dtype, arithmetic=arithmetic, device=kind)
     return replace(rates, matmul_flops=products or _quick_flops(device, target.dtype, arithmetic))
 
 
@@ -161,9 +157,11 @@ def _rate_form(target: ModelFiles) -> str:
     return form or PLAIN_FORMS.get(target.dtype, "")
 
 
-def _quick_flops(device: torch.device, dtype: torch.dtype, arithmetic: str = FAST) -> dict[int, float]:
-    shape = (2048, 2048) if device.type == "cpu" else (4096, 4096)  # launching a smaller product takes a GPU's time
-    return measure_matmul(device, dtype, (1, 16, 128), shape=shape, seconds=0.2, arithmetic=arithmetic)
+def _quick_flops(
+    device: torch.device, dtype: torch.dtype, arithmetic: str = FAST, seconds: float = 0.2
+) -> dict[int, float]:
+    shape = (kind_of(device).timed_side,) * 2
+    return measure_matmul(device, dtype, (1, 16, 128), shape=shape, seconds=seconds, arithmetic=arithmetic)
 
 
 class ProductRates:
@@ -173,20 +171,18 @@ class ProductRates:
     and have the target's rates.
     """
 
-    def __init__(self, target: ModelFiles, rates: Rates, device_type: str, drafts: Rates | None = None) -> None:
+    def __init__(self, target: ModelFiles, rates: Rates, device: DeviceKind, drafts: Rates | None = None) -> None:
         """drafts: rates of products by the fastest method; None: the target's are."""
         self._target, self._of_target = target, rates
-        self._rates, self._device = drafts or rates, torch.device(device_type)
+        self._rates, self._device = drafts or rates, device
         self._known = {self._kind(target): self._rates}
 
     def __call__(self, model: ModelFiles) -> Rates:
         if model is self._target:
             return self._of_target
-        if self._device.type != "cpu":
-            return self._rates
         kind = self._kind(model)
         if kind not in self._known:
-            products = product_flops(*kind) if kind[0] and _is_large(model) else {}
+            products = product_flops(*kind, device=self._device) if _is_large(model) else {}
             rates = replace(self._rates, matmul_flops=products, dequantise_elements_per_s=None)
             self._known[kind] = rates if products else self._rates
         return self._known[kind]
@@ -209,7 +205,7 @@ def measure_fused_limits(models: Sequence[ModelFiles], device: torch.device) -> 
         for weight in layer.weights.values()
         if weight.fused_kind is not None
     }
-    if not accelerator_of(device).has_own_memory or not kinds:
+    if not kind_of(device).has_own_memory or not kinds:
         return []
     forms = {weight.dtype: [kind for kind in kinds if kinds[kind].dtype == weight.dtype] for weight in kinds.values()}
     notes = [

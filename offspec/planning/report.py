@@ -82,7 +82,7 @@ def _notes_on_texts(plan: Plan) -> Iterator[Note]:
             f"the KV entries of {len(far)} streamed layers are in RAM: each pass reads them beside the weights, {size} "
             f"behind a text of {plan.context} tokens; a smaller `context` keeps them on the device"
         )
-    shapes = attention_shapes(target, 1, on_cpu=plan.placement.limits.device is None)
+    shapes = attention_shapes(target, 1, plan.placement.limits.kind)
     reason = next((shape.reason_for_formula for shape in shapes if shape is not None), None)
     if plan.context > DEFAULT_CONTEXT and reason is not None:
         yield Note(

@@ -11,7 +11,7 @@ from collections import deque
 
 import torch
 
-from offspec.loaders.accelerators.accelerator import accelerator_of
+from offspec.backends.device_kinds import kind_of
 from offspec.loaders.machine.hardware import may_spill
 
 from ..checkpoints.opening import Note
@@ -48,4 +48,4 @@ class SpillWatch:
 
 def spill_watch(device: torch.device) -> SpillWatch | None:
     """A watch where the driver may move the device's memory to RAM; None elsewhere."""
-    return SpillWatch() if accelerator_of(device).has_own_memory and may_spill() else None
+    return SpillWatch() if kind_of(device).has_own_memory and may_spill() else None

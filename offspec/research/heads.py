@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from offspec.backends.x86.processor import instructions
+from offspec.loaders.accelerators.accelerator import accelerator_of
 from offspec.loaders.streaming.small_transfers import to_device
 from offspec.scheduler.trees.vocabulary import Vocabulary
 
@@ -133,7 +133,7 @@ class HeadStudent(Student):
         self.parts = nn.ParameterDict({key: nn.Parameter(trained[name]) for key, name in self._names.items()})
         self._tables = {name: tensor for name, tensor in beginning.tensors.items() if name not in trained}
         self._head: Head | None = None
-        self._in_bf16 = multiplies_bf16(self.device)
+        self._in_bf16 = accelerator_of(self.device).multiplies_bf16
 
     @property
     def rate_factor(self) -> float:
@@ -195,10 +195,3 @@ class HeadStudent(Student):
         per_position = {"states": states, **{name: batch[name] for name in ("labels", "log_probabilities")}}
         for made, places in self._beginning.unroll(head, features, tokens, self._beginning.steps):
             yield made, {name: tensor[:, places].flatten(0, 1) for name, tensor in per_position.items()}
-
-
-def multiplies_bf16(device: torch.device) -> bool:
-    """Whether products in bf16 are faster than in fp32 there."""
-    if device.type == "cuda":
-        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    return "avx512_bf16" in instructions()

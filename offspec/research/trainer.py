@@ -19,6 +19,7 @@ from accelerate import Accelerator
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from offspec.backends.device_kinds import kind_of
 from offspec.loaders.accelerators.accelerator import accelerator_of
 from offspec.loaders.machine.hardware import read_hardware
 from offspec.loaders.units import format_count, format_size
@@ -78,7 +79,7 @@ class Trainer:
         device = student.device
         check_memory(student)
         accelerator_of(device).make_current()
-        self._accelerator = Accelerator(cpu=not accelerator_of(device).has_own_memory)
+        self._accelerator = Accelerator(cpu=not kind_of(device).has_own_memory)
         self._params, self._folder, self.step = params, folder, 0
         self._peak = params.learning_rate * student.rate_factor
         optimizer = torch.optim.AdamW(student.parameters(), lr=self._peak, betas=(0.9, 0.95), weight_decay=0.01)

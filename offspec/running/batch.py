@@ -19,8 +19,8 @@ from threading import Lock
 
 import numpy as np
 
+from offspec.backends.device_kinds import kind_of
 from offspec.scheduler.pace.shared_pass import SharedPass
-from offspec.scheduler.params import max_nodes
 
 from ..errors import OffspecError
 from ..model.memory.request_caches import RequestCaches
@@ -82,7 +82,7 @@ class Batch:
         self._on_begin = on_begin
         self._models, self._max_texts = models, models.max_texts(max_texts)
         self._pool = TextPool(models.new_caches, 0) if pool is None else pool
-        num_nodes = max_nodes(models.device.type) if (plan := models.loaded.plan) is None else plan.tree
+        num_nodes = kind_of(models.device).useful_rows if (plan := models.loaded.plan) is None else plan.tree
         self._shared = SharedPass(models.stats.costs, num_nodes, models.stats.overlap_switch)
         self._planned = None if plan is None else PlannedEntries.by(plan)
         self._waiting = WaitingLine[Ticket]()

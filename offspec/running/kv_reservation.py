@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from offspec.backends.device_kinds import kind_of
 from offspec.scheduler.params import DRAFT_ROWS, MAX_ROWS, SpeculationParams, tree_room
 
 from ..model.memory.request_caches import RequestCaches
@@ -53,7 +54,7 @@ class KVReservation:
     ) -> None:
         """longest: tokens of prompt and answer. is_shared: with other texts, so that it reserves few at a time."""
         self._models, self._caches, self._longest, self._is_shared = models, caches, longest, is_shared
-        self._tree_room = tree_room(speculation, models.device.type)
+        self._tree_room = tree_room(speculation, kind_of(models.device).useful_rows)
         self._num_draft_tokens = 0  # tokens for which the draft's cache has room
         self.draft_rows = DRAFT_ROWS if is_shared else MAX_ROWS  # pending nodes of the draft
 

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from offspec.backends.device_kinds import kind_of
 from offspec.loaders.accelerators.cuda import span
 from offspec.scheduler.drafting.score_calls import Drafting, run_together
 from offspec.scheduler.pace.costs import CostCurve
 from offspec.scheduler.pace.shared_pass import SharedPass
-from offspec.scheduler.params import max_nodes
 from offspec.scheduler.trees.token_tree import FloatArray
 from offspec.scheduler.trees.verify import Verdict
 
@@ -42,7 +42,7 @@ MEASURED = 0.02  # weight of measured passes from which on they count as measure
 def run_alone(request: Request) -> Generator[Step, None, None]:
     """One step per pass of the request's own, until its text ends."""
     models = request.models
-    alone = SharedPass(request.draft_stats.costs, max_nodes(models.device.type))
+    alone = SharedPass(request.draft_stats.costs, kind_of(models.device).useful_rows)
     while True:
         with models.turn:
             models.loaded.check()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from offspec.loaders.accelerators.accelerator import accelerator_of
+from offspec.backends.device_kinds import kind_of
 from offspec.scheduler.drafting.drafter import Drafter, NoDrafter
 from offspec.scheduler.drafting.forced import prepare_masks
 from offspec.scheduler.drafting.score_calls import CompetingDrafter, Drafting
@@ -80,8 +80,7 @@ class TextDrafting:
     @property
     def prepares_masks(self) -> bool:
         """Whether to compute a constraint's masks during the pass: on a GPU, or while layers are read."""
-        is_on_gpu = accelerator_of(self._models.device).has_own_memory
-        has_time = is_on_gpu or self._counter.bytes_streamed > 0
+        has_time = kind_of(self._models.device).has_own_memory or self._counter.bytes_streamed > 0
         if self._constraint is None or not has_time or self.is_prefilling:
             return False
         return not self._constraint.is_idle(self.tree.tokens)

@@ -104,7 +104,7 @@ def diagnose(
     hardware, load_average = read_hardware(place), psutil.getloadavg()[0]
     products: tuple[ProductRate, ...] = ()
     if not quick:
-        if place.type == "cpu":
+        if hardware.gpu is None:
             progress("products")
             products = measure_products(dtype_of(hardware))
         hardware = replace(hardware, rates=measure_rates(place, dtype_of(hardware), where, progress=progress))
@@ -116,7 +116,7 @@ def diagnose(
         bitsandbytes_version = version("bitsandbytes")
     except PackageNotFoundError:
         bitsandbytes_version = None
-    fault = (gpu_fault() or card_fault(0)) if device == "auto" and place.type == "cpu" else None
+    fault = (gpu_fault() or card_fault(0)) if device == "auto" and hardware.gpu is None else None
     reason = "as asked" if device != "auto" else "found" if fault is None else fault.reason
     return Diagnosis(
         str(place),

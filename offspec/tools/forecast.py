@@ -308,7 +308,7 @@ def make_forecast(
     notes: list[Note] = []
     machine = Machine.of(options, assumed, notes)
     options = replace(options, dtype=dtype_on(options.dtype, machine.hardware.gpu))
-    request = _open_to_plan(options, assumed.form, machine.device_type, notes)
+    request = _open_to_plan(machine, options, notes)
     place = planner_here(request.target, machine.hardware, memory_options(options))
     free_bytes = ram_beside_program(machine.hardware, memory_options(options))
     kept = [ParkedTexts(options.cache_ram, free_bytes)] if options.cache_ram != 0 else []
@@ -317,7 +317,7 @@ def make_forecast(
     first = scales.first_plan(names)
     busy = machine.busy()  # before the measurements, which are work, too
     rates = machine.measure(request.target, first, widths, progress)
-    rates_of = ProductRates(request.target, rates, machine.device_type)
+    rates_of = ProductRates(request.target, rates, first.placement.limits.kind)
     prospects = scales.compare(names, rates_of, first)
     chosen = by_rate(prospects[: len(names)])[0]
     plan = with_faster_residents(chosen.plan or first, rates)
@@ -365,10 +365,6 @@ class Machine:
             available = max(options.ram or 0, hardware.ram.available_bytes)
             hardware = replace(hardware, gpu=gpu.gpu(), ram=replace(hardware.ram, available_bytes=available))
         return cls(place, gpu, hardware, assumed)
-
-    @property
-    def device_type(self) -> str:
-        return "cuda" if self.known_gpu else self.place.type
 
     def measure(self, target: ModelFiles, plan: Plan, widths: Sequence[int], progress: Callable[[str], None]) -> Rates:
         """Rates of products with the target's matrices, and of the links; of an assumed card, from its data sheet."""
@@ -428,9 +424,9 @@ def _with_disk(rates: Rates, bytes_per_s: float, source: str) -> Rates:
     return replace(rates, disk_bytes_per_s=bytes_per_s, sources={**rates.sources, "disk_bytes_per_s": source})
 
 
-def _open_to_plan(options: LoadOptions, form: str | None, device_type: str, notes: list[Note]) -> OpenRequest:
+def _open_to_plan(machine: Machine, options: LoadOptions, notes: list[Note]) -> OpenRequest:
     """Open the target, for drafts that are only planned for; for hub ids, only config.json is downloaded."""
-    path = locate(options.model, options.revision, "target", weights=False)
+    path, form = locate(options.model, options.revision, "target", weights=False), machine.assumed.form
     target = ModelFiles.from_config(path, form, options.dtype, notes)
     if form is not None:
         with suppress(OffspecError):  # the format in which it is here may be one that does not run
@@ -438,7 +434,8 @@ def _open_to_plan(options: LoadOptions, form: str | None, device_type: str, note
             if here.packed_form is not None and target.weight_bytes > here.weight_bytes:
                 text = f"the weights of {path.name} would be larger in {form} than in {here.packed_form}, as they are"
                 notes.append(Note(f"{text}, and rounded twice", advice=True))
-    return OpenRequest(draft_options(options), target, None, options.dtype, device_type, notes)
+    device = torch.device("cuda") if machine.known_gpu else machine.place
+    return OpenRequest(draft_options(options), target, None, options.dtype, notes, device=device)
 
 
 def _title(target: ModelFiles, form: str | None, plan: Plan) -> str:

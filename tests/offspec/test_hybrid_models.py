@@ -204,7 +204,7 @@ def test_drafts_of_the_targets_own_layers(engine: Engine, folder: Path, draft: s
         pytest.skip("drafts know no layers of this kind")
     files = ModelFiles.open(folder, "fp32", [])
     options = DraftOptions(draft, exit_layer=2 if draft == "self" else None)
-    opened = open_draft("target", OpenRequest(options, files, engine.tokenizer, "fp32", "cpu", []))
+    opened = open_draft("target", OpenRequest(options, files, engine.tokenizer, "fp32", []))
     target = loaded(folder, 0, 1)
     drafted = Engine(LoadedTarget(target), engine.tokenizer, opened.load(CPU)(target))
     assert text_of(drafted, params) == text_of(engine, params, PLAIN)

@@ -15,12 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from offspec.backends.device_kinds import DeviceKind, kind_of
+
 from .kv_cache import KVLayout, LayerCache, MemoryLayout, PlainLayers, StoredRows, neighbours
 from .window_layers import kept_rows
 
-# Numbers of keys and values that are unpacked at once: few for a CPU's caches, many for a GPU, which launches a dozen
-# kernels for each part of the keys.
-UNPACKED_NUMBERS, UNPACKED_ON_GPU = 2**21, 2**24
 LEAST_UNPACKED = 256  # entries that are unpacked at once, at least
 
 
@@ -157,7 +156,7 @@ class PackedLayers(StoredRows):
         empty = [torch.empty(*shape, w, dtype=torch.uint8, device=device) for w in widths]
         super().__init__(num_layers, empty, by_slot=by_slot)
         self.format = " and ".join(map(str, self._codings))
-        self.most_read = most_unpacked(layout, on_cpu=device.type == "cpu")
+        self.most_read = most_unpacked(layout, kind_of(device))
         self._head_dim = layout.head_dim
         self._dtype = dtype
 
@@ -178,10 +177,9 @@ class PackedLayers(StoredRows):
         return unpacked[0], unpacked[-1]
 
 
-def most_unpacked(layout: KVLayout, *, on_cpu: bool) -> int:
+def most_unpacked(layout: KVLayout, device: DeviceKind) -> int:
     """Entries that are unpacked at once."""
-    numbers = UNPACKED_NUMBERS if on_cpu else UNPACKED_ON_GPU
-    return max(LEAST_UNPACKED, numbers // layout.numbers)
+    return max(LEAST_UNPACKED, device.unpacked_numbers // layout.numbers)
 
 
 @dataclass(frozen=True)
@@ -197,24 +195,21 @@ class Unpacking:
     operations: int = 0
 
 
-FREE = Unpacking()
-
-
 @dataclass(frozen=True)
 class KVFormat:
     """A format of KV entries, by its name as `kv_cache`.
 
-    codings: of keys and of values; None if they stay as attention computes with them. on_cpu, on_gpu: what unpacking
-    costs there.
+    codings: of keys and of values; None if they stay as attention computes with them. in_steps, in_kernels: what
+    unpacking costs where numbers are converted apart, or while operators compute (`DeviceKind.converts_in_kernels`).
     """
 
     name: str
     codings: tuple[Coding, Coding] | None = None
-    on_cpu: Unpacking = FREE
-    on_gpu: Unpacking = FREE
+    in_steps: Unpacking = Unpacking()
+    in_kernels: Unpacking = Unpacking()
 
-    def unpacking(self, *, on_cpu: bool) -> Unpacking:
-        return self.on_cpu if on_cpu else self.on_gpu
+    def unpacking(self, device: DeviceKind) -> Unpacking:
+        return self.in_kernels if device.converts_in_kernels else self.in_steps
 
     @property
     def is_plain(self) -> bool:
@@ -227,13 +222,13 @@ class KVFormat:
         return layout.num_heads * sum(coding.width(layout.head_dim) for coding in self.codings[: layout.num_stored])
 
     def unpacked_bytes(
-        self, layout: KVLayout, num_keys: int, itemsize: int, *, on_cpu: bool, is_whole: bool = False
+        self, layout: KVLayout, num_keys: int, itemsize: int, device: DeviceKind, *, is_whole: bool = False
     ) -> int:
         """Bytes of the entries that attention unpacks at once: of `num_keys` keys, or of all of them if `is_whole`."""
         if self.codings is None:
             return 0
-        entries = num_keys if is_whole else min(num_keys, most_unpacked(layout, on_cpu=on_cpu))
-        held = layout.num_stored * itemsize + self.unpacking(on_cpu=on_cpu).held
+        entries = num_keys if is_whole else min(num_keys, most_unpacked(layout, device))
+        held = layout.num_stored * itemsize + self.unpacking(device).held
         return layout.num_heads * layout.head_dim * entries * held
 
     def memory_bytes(self, layout: MemoryLayout, num_entries: int, itemsize: int, num_texts: int = 1) -> int:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from offspec.loaders.accelerators.accelerator import accelerator_of
+from offspec.backends.device_kinds import kind_of
 
 from ..cuda_graphs import StaticText
 from ..decoder import CachedDecoder
@@ -259,7 +259,7 @@ def _shares(text: CachedDecoder | None) -> bool:
 
 def _shares_target(caches: RequestCaches) -> bool:
     """`_shares` of the target's text. A draft that reads its entries may have recorded rounds."""
-    records = accelerator_of(caches.target.device).records
+    records = kind_of(caches.target.device).records
     return _shares(caches.target) and not (caches.num_shared and records)
 
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from offspec.backends.choice import CPU, backend_of
+from offspec.backends.device_kinds import kind_of
 from offspec.backends.expert_table import Chosen, ExpertTable
 from offspec.backends.on_gpu import WORKING_KERNELS
-from offspec.loaders.accelerators.accelerator import accelerator_of
 from offspec.loaders.streaming.small_transfers import to_device
 from offspec.loaders.streaming.weights import HostExperts, LentExperts
 
@@ -129,7 +129,7 @@ class ChosenExperts:
         The device has just computed both. Later the host would wait for experts that the device computes, too.
         """
         numbers, x = self._numbers, self._x
-        if not accelerator_of(x.device).has_own_memory:
+        if not kind_of(x.device).has_own_memory:
             return numbers, x
         if self._needs_gradients or x.nbytes > MOST_FETCHED:
             return numbers.cpu(), None

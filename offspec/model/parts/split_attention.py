@@ -19,6 +19,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from offspec.backends.device_kinds import DeviceKind, kind_of
+
 # By formula: scores (heads * rows * keys) of a part, with at least so many keys.
 PART_SCORES, LEAST_PART_KEYS = 2**23, 256
 
@@ -32,15 +34,10 @@ ARGUMENTS = {
     CUDA_EFFICIENT: {"query", "key", "value", "attn_bias", "compute_log_sumexp", "scale"},
 }
 
-# Limits of torch's CUDA kernels (aten/src/ATen/native/transformers/cuda: flash_attn/flash_api.cpp, sdp_utils.cpp,
-# mem_eff_attention/kernel_forward.h).
+# Limits of torch's CUDA kernels, beside those of `DeviceKind`.
 LARGEST_FLASH_HEAD = 256
-ROW_ALIGNMENT = 16  # bytes of which a head's row has to be a multiple
 BIAS_ALIGNMENT = 16  # numbers of which a row of the bias has to be a multiple in memory
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
-# Bytes of fp32 results that FlashAttention holds where few rows leave processors idle: it splits the keys among these,
-# into as many tiles of 64 rows as they run at once.
-SPLIT_BYTES = 2**24
 TENSOR_CORES = (8, 0)  # the compute capability from which on there is FlashAttention, and bf16
 # Added to the scores of masked keys. Minus infinity would make NaN of rows without keys, in some versions.
 MASKED_SCORE = {torch.float16: -65504.0, torch.bfloat16: -1e30, torch.float32: -1e30}
@@ -73,7 +70,7 @@ def part_attention(queries: Tensor, cap: float | None) -> PartAttention:
     if queries.requires_grad:
         return ByFormula(cap)
     head_dim, itemsize, device = queries.shape[-1], queries.dtype.itemsize, queries.device
-    if reason_for_formula(head_dim, itemsize, cap, on_cpu=device.type == "cpu") is not None:
+    if reason_for_formula(head_dim, itemsize, cap, kind_of(device)) is not None:
         return ByFormula(cap)
     if device.type == "cpu":
         flash = operator(CPU_FLASH)
@@ -82,18 +79,16 @@ def part_attention(queries: Tensor, cap: float | None) -> PartAttention:
     return operators if operators.takes(queries.dtype) else ByFormula()
 
 
-def reason_for_formula(head_dim: int, itemsize: int, cap: float | None, *, on_cpu: bool) -> str | None:
+def reason_for_formula(head_dim: int, itemsize: int, cap: float | None, device: DeviceKind) -> str | None:
     """Why attention by parts is computed by formula; None if torch's operators do it.
 
     itemsize: bytes of a number. What an unusual build of torch or an old card lacks is not known here.
     """
     if cap is not None:
         return "scores are capped"
-    if on_cpu:
-        return None
-    if itemsize > torch.float32.itemsize:
+    if itemsize > device.attended_itemsize:
         return f"numbers of {8 * itemsize} bits"
-    if head_dim * itemsize % ROW_ALIGNMENT:
+    if head_dim * itemsize % device.attended_alignment:
         return f"heads of {head_dim} numbers"
     return None
 

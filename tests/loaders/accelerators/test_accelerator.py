@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from offspec.backends.device_kinds import kind_of
 from offspec.loaders.accelerators.accelerator import Accelerator, accelerator_of
 from offspec.loaders.accelerators.cpu import Cpu
 from offspec.loaders.accelerators.cuda import Cuda, span
@@ -117,7 +118,7 @@ def test_a_cpu_has_no_device_memory() -> None:
     accelerator.release_memory()
     accelerator.limit_memory(0)
     assert accelerator.held_bytes() == accelerator.free_and_total_bytes() == (0, 0)
-    assert not accelerator.has_own_memory
+    assert not kind_of(CPU).has_own_memory
 
 
 # ------------------------------------------------------------------------------------------------ on a GPU

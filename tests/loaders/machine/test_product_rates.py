@@ -21,7 +21,7 @@ BF16 = torch.bfloat16
 def test_rates_between_the_measured_points(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seconds are interpolated; one row costs at least what a pass over the weights does."""
     seconds = {1: 1e-10, 16: 1e-10, 128: 8e-10}
-    monkeypatch.setattr(module, "has_kernel", lambda form: True)
+    monkeypatch.setattr(module, "has_kernel", lambda form, device: True)
     monkeypatch.setattr(module, "_seconds", lambda backend, matrices, dtype, rows: seconds[rows])
     monkeypatch.setattr(module, "SHAPE", (64, 512))
     expected = {1: 2e10, 8: 1.6e11, 72: 144 / 4.5e-10, 256: 2 * 128 / 8e-10}

@@ -179,5 +179,5 @@ def test_a_damaged_head_of_our_own_cannot_be_downloaded_again(
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:100])
     with refused(CheckpointError, weights, "delete", "offspec distill") as caught:
-        open_draft("target", OpenRequest(DraftOptions("head"), files, None, "fp32", "cpu", []))
+        open_draft("target", OpenRequest(DraftOptions("head"), files, None, "fp32", []))
     assert "download" not in str(caught.value)

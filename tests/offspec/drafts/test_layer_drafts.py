@@ -18,7 +18,7 @@ from offspec.checkpoints.opening import ModelFiles, Note
 from offspec.checkpoints.shadows import Shadow, find_shadow, made_shadows, make_shadow, shadow_folder
 from offspec.drafts.base import Choice, DraftOptions, OpenRequest
 from offspec.drafts.kinds import open_draft
-from offspec.drafts.layer_drafts import LESS_READ, MOST_ROWS_ON_CPU, LayersOfTarget, OpenedShadow
+from offspec.drafts.layer_drafts import LESS_READ, ROWS_IN_RAM, LayersOfTarget, OpenedShadow
 from offspec.drafts.without_model import LookupDraft
 from offspec.errors import CheckpointError, OffspecError, UsageError
 from offspec.loaded_target import LoadedTarget
@@ -76,9 +76,7 @@ def opened(
 ) -> Iterator[Engine]:
     """A target of which these layers stay and the others come from disk, and this draft of it."""
     tokenizer = Tokenizer.load(files.checkpoint.path)
-    found = open_draft(
-        "target", OpenRequest(DraftOptions(draft, draft_window=window), files, tokenizer, "fp32", "cpu", [])
-    )
+    found = open_draft("target", OpenRequest(DraftOptions(draft, draft_window=window), files, tokenizer, "fp32", []))
     slot = max(layer.cost(files.dtype).slot_bytes for layer in files.stored.layers)
     places = places_of(resident=resident, on_disk=(i for i in range(NUM_LAYERS) if i not in resident))
     placement = Placement(places, Slots(2, 0, slot), (), Limits(None, 0), 0, 0)
@@ -159,7 +157,7 @@ def test_a_window_has_the_targets_first_last_and_chosen_entries(long_files: Mode
             assert text == [token for step in plain for token in step.token_ids]
         assert len(num_dropped) > 2
         assert len(chosen) > LEAST_WINDOW // 2 // CHUNK, "others than the first chunks"
-        assert draft.cache.capacity == most_entries(LEAST_WINDOW) + LESS_READ + MOST_ROWS_ON_CPU
+        assert draft.cache.capacity == most_entries(LEAST_WINDOW) + LESS_READ + ROWS_IN_RAM
 
 
 @pytest.mark.parametrize("kv", [PLAIN, EIGHT_BIT], ids=str)
@@ -221,7 +219,7 @@ def test_room_is_made_once_for_a_whole_request(files: ModelFiles) -> None:
         params = SamplingParams(14, ignore_eos=True)
         for _ in engine.generate(PROMPTS[0], params, SpeculationParams(256), caches=caches):
             capacities.add(caches.draft.cache.capacity)
-        assert capacities == {len(engine.encode(PROMPTS[0])) + 14 + 256 + LESS_READ + MOST_ROWS_ON_CPU}
+        assert capacities == {len(engine.encode(PROMPTS[0])) + 14 + 256 + LESS_READ + ROWS_IN_RAM}
 
 
 # ---------------------------------------------------------------------------------------------------------- files
@@ -294,7 +292,7 @@ def test_a_damaged_shadow_in_the_cache(damage: str, files: ModelFiles, own_shado
     """Nobody asked for an automatic one: it is left out. A named one is made again. Both are told."""
     sound = contents(own_shadow)
     DAMAGES[damage](own_shadow)
-    request = OpenRequest(DraftOptions(), files, Tokenizer.load(files.checkpoint.path), "fp32", "cpu", [])
+    request = OpenRequest(DraftOptions(), files, Tokenizer.load(files.checkpoint.path), "fp32", [])
     assert isinstance(open_draft("target", request), LookupDraft)
     told = [note.text for note in request.notes]
     assert sum("damaged" in text and "left out" in text for text in told) == 1
@@ -346,7 +344,7 @@ def test_drafts_that_cannot_be_made(files: ModelFiles) -> None:
         (DraftOptions("self", exit_layer=1, exit_file=Path("x")), "`exit_file`"),
     ):
         with refused(UsageError, flag):
-            open_draft("target", OpenRequest(options, files, tokenizer, "fp32", "cpu", []))
+            open_draft("target", OpenRequest(options, files, tokenizer, "fp32", []))
 
 
 def test_auto_takes_the_faster_of_lookup_and_a_made_shadow(
@@ -363,7 +361,7 @@ def test_auto_takes_the_faster_of_lookup_and_a_made_shadow(
             assert others == ["shadow:4"]
             return Choice(next(name for name in best if name in names), ordered)
 
-        request = OpenRequest(DraftOptions(), files, tokenizer, "fp32", "cpu", notes, choose=choose)
+        request = OpenRequest(DraftOptions(), files, tokenizer, "fp32", notes, choose=choose)
         return open_draft("target", request), notes[-1].text
 
     made_none, text = opened_by({"lookup": 1.0, "shadow:4": 2.5})
@@ -385,16 +383,16 @@ def test_auto_takes_the_faster_of_lookup_and_a_made_shadow(
 def test_a_window_takes_memory_of_its_own_alone(files: ModelFiles) -> None:
     """Whatever the context, and the target's entries may be in RAM."""
     options = DraftOptions("shadow", draft_window=LEAST_WINDOW)
-    opened = open_draft("target", OpenRequest(options, files, None, "fp32", "cpu", []))
+    opened = open_draft("target", OpenRequest(options, files, None, "fp32", []))
     short, long = (opened.memory_use(files, Reservation(context, 16)) for context in (64, 4096))
     assert sum(item.on_device for item in short.items) == sum(item.on_device for item in long.items)
     assert (long.reads_all_entries, long.target_entries) == (False, 0)
     with refused(UsageError, "`draft_window=8`"):
-        open_draft("target", OpenRequest(replace(options, draft_window=8), files, None, "fp32", "cpu", []))
+        open_draft("target", OpenRequest(replace(options, draft_window=8), files, None, "fp32", []))
 
 
 def open_shadow(files: ModelFiles) -> OpenedShadow:
-    return OpenedShadow.open(OpenRequest(DraftOptions("shadow"), files, None, "fp32", "cpu", []))
+    return OpenedShadow.open(OpenRequest(DraftOptions("shadow"), files, None, "fp32", []))
 
 
 def test_only_streamed_layers_have_a_shadow(files: ModelFiles) -> None:

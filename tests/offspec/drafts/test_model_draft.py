@@ -61,7 +61,7 @@ def test_a_packed_draft_has_rows_in_fp32_where_these_are_faster(
         pair.draft, path, {"attn_": "Q8_0", "ffn_gate": "Q8_0", "ffn_up": "Q8_0", "token_embd": "Q8_0", "norm": "F32"}
     )
     target = ModelFiles.open(pair.target, "bf16", [])
-    opened = open_draft("target", OpenRequest(DraftOptions(str(path), learn=learn), target, None, dtype, "cpu", []))
+    opened = open_draft("target", OpenRequest(DraftOptions(str(path), learn=learn), target, None, dtype, []))
     (files,) = opened.models
     assert files.dtype == rows
     (planned,) = (item for item in opened.memory_use(target, Reservation(64, 16)).items if "KV" in item.name)

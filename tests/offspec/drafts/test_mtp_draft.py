@@ -102,7 +102,7 @@ def test_streamed_layers_and_a_quantised_mtp_layer(model: Path, kind: str, engin
     """NF4 by another program reaches DeepSeek's layout, whose layer counts as one of the target's; not Qwen's."""
     convert_layers(model, tmp_path / "nf4", ConvertParams("nf4"), layer_prefix=LAYER_PREFIX)
     files, notes = ModelFiles.open(tmp_path / "nf4", "fp32", []), list[Note]()
-    request = OpenRequest(DraftOptions("mtp"), files, engine.tokenizer, "fp32", "cpu", notes)
+    request = OpenRequest(DraftOptions("mtp"), files, engine.tokenizer, "fp32", notes)
     opened, target = open_draft(str(model), request), loaded(tmp_path / "nf4", 1)
     draft = opened.load(CPU)(target)
     assert isinstance(draft, HeadDraft)
@@ -155,7 +155,7 @@ def test_plans_list_it(engine: Engine, model: Path, tmp_path: Path) -> None:
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         shutil.copy(model / name, tmp_path)
     files = ModelFiles.from_config(tmp_path, None, "auto", [])
-    request = OpenRequest(DraftOptions("mtp"), files, None, "auto", "cpu", [])
+    request = OpenRequest(DraftOptions("mtp"), files, None, "auto", [])
     assert automatic_names("model", request) == ["mtp", "lookup"]
     opened = open_draft("model", request)
     guessing = opened.guessing(engine.plan.placement)

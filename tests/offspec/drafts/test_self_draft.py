@@ -44,7 +44,7 @@ def test_a_layerskip_checkpoint_is_planned_without_an_exit_layer(tmp_path: Path)
     (tmp_path / "config.json").write_text(json.dumps(LAYERSKIP))
     notes = list[Note]()
     files = ModelFiles.from_config(tmp_path, None, "auto", notes)
-    opened = open_draft("target", OpenRequest(DraftOptions("self:4"), files, None, "auto", "cpu", notes))
+    opened = open_draft("target", OpenRequest(DraftOptions("self:4"), files, None, "auto", notes))
     assert isinstance(opened, OpenedSelf)
     assert opened.file is None
     layer = files.stored.layers[0].cost(files.dtype).resident_bytes

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from offspec.checkpoints.opening import AUTO_ON_GPU, ModelFiles
 from offspec.drafts.base import Choice, DraftOptions, OpenRequest
@@ -32,7 +33,7 @@ def target(tmp_path: Path) -> ModelFiles:
 
 
 def scales_of(target: ModelFiles, vram: int, options: DraftOptions | None = None) -> Scales:
-    request = OpenRequest(options or DraftOptions(), target, None, AUTO_ON_GPU, "cuda", [])
+    request = OpenRequest(options or DraftOptions(), target, None, AUTO_ON_GPU, [], device=torch.device("cuda"))
     limits, memory = Limits(vram, 64 * GIB), MemoryOptions(context=1024)
     return Scales("target", request, lambda draft: make_plan(target, [draft], limits, memory, GIB))
 

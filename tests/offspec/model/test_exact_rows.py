@@ -154,7 +154,7 @@ def test_rows_equal_plain_decoding(family: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("kv", ["8", "4"])
 def test_packed_entries(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where keys are read in parts."""
-    monkeypatch.setattr("offspec.model.memory.kv_formats.most_unpacked", lambda layout, *, on_cpu: 32)
+    monkeypatch.setattr("offspec.model.memory.kv_formats.most_unpacked", lambda layout, device: 32)
     assert_exact(exact_decoder(read_config(config_json(FAMILIES["llama-gqa"])), torch.bfloat16, kv), seed=2)
 
 

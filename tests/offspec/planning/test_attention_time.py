@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 
+from offspec.backends.device_kinds import CPU, GPU, DeviceKind
 from offspec.loaders.machine.gpus import KNOWN_GPUS
 from offspec.loaders.machine.hardware import Rates
 from offspec.model.memory.kv_cache import KVLayout
@@ -14,7 +15,7 @@ from offspec.model.memory.kv_formats import EIGHT_BIT, FOUR_BIT, PLAIN, KVFormat
 from offspec.planning.attention_time import AttentionShape
 
 RATES = Rates(matmul_flops={1: 1e12, 1000: 100e12}, memory_bytes_per_s=1e12)
-LAYER = AttentionShape(256, 64, KVLayout(8, 128), cap=None, itemsize=2, kv=PLAIN, on_cpu=False)  # a 70B's
+LAYER = AttentionShape(256, 64, KVLayout(8, 128), cap=None, itemsize=2, kv=PLAIN, device=GPU)  # a 70B's
 KEYS = 32768
 NUMBERS = 2 * KEYS * 8 * 128
 PRODUCT_S = 2 * 2 * 256 * 64 * KEYS * 128 / 100e12  # two products of every head's rows with all keys or values
@@ -30,10 +31,10 @@ def test_seconds_of_a_layer_by_hand() -> None:
     assert capped.seconds(KEYS, RATES) == pytest.approx(2 * PRODUCT_S + (64 * MERGED + scores) / 1e12)
 
 
-@pytest.mark.parametrize(("kv", "cap", "on_cpu"), [(PLAIN, 50.0, False), (FOUR_BIT, None, False), (PLAIN, None, True)])
-def test_more_takes_longer(kv: KVFormat, cap: float | None, on_cpu: bool) -> None:
+@pytest.mark.parametrize(("kv", "cap", "device"), [(PLAIN, 50.0, GPU), (FOUR_BIT, None, GPU), (PLAIN, None, CPU)])
+def test_more_takes_longer(kv: KVFormat, cap: float | None, device: DeviceKind) -> None:
     rates = KNOWN_GPUS["rtx4090"].rates()
-    shape = replace(LAYER, kv=kv, cap=cap, on_cpu=on_cpu)
+    shape = replace(LAYER, kv=kv, cap=cap, device=device)
     by_keys = [shape.seconds(num_keys, rates) for num_keys in (1, 1000, 4096, 8192, 16384, 20000, 32768, 131072)]
     by_rows = [replace(shape, width=width).seconds(KEYS, rates) for width in (1, 8, 64, 128, 256, 512)]
     for times in (by_keys, by_rows):

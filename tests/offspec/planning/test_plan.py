@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from offspec import LoadOptions
+from offspec.backends.device_kinds import GPU
 from offspec.backends.gpu import SLICE
 from offspec.builtin import path as builtin_path
 from offspec.checkpoints.from_config import stored_from_config
@@ -23,7 +24,7 @@ from offspec.loaders.machine.hardware import Rates
 from offspec.loaders.params import PLAN_FORMATS
 from offspec.loaders.streaming.placement import Limits
 from offspec.planning.memory import MemoryOptions, MemoryUse, Reservation
-from offspec.planning.plan import DEFAULT_CONTEXT, EAGER_LAYER_S, MIN_CONTEXT, Plan, make_plan
+from offspec.planning.plan import DEFAULT_CONTEXT, LAYER_LAUNCHES, MIN_CONTEXT, Plan, make_plan
 from offspec.planning.probe import measure_link
 from offspec.planning.report import explain_plan
 from offspec.tools.forecast import Assumptions, make_forecast
@@ -444,5 +445,5 @@ def test_a_layer_on_a_card_takes_its_launches(tmp_path: Path) -> None:
     on_card, on_cpu = (
         make_plan(files, [], Limits(vram, 64 * GIB), MemoryOptions(context=512), GIB) for vram in (40 * GIB, None)
     )
-    assert on_card.predict_pass_s(fast, 1) == pytest.approx(32 * EAGER_LAYER_S, rel=0.01)
-    assert on_cpu.predict_pass_s(fast, 1) < EAGER_LAYER_S
+    assert on_card.predict_pass_s(fast, 1) == pytest.approx(32 * LAYER_LAUNCHES * GPU.launch_s, rel=0.01)
+    assert on_cpu.predict_pass_s(fast, 1) < LAYER_LAUNCHES * GPU.launch_s

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from offspec.backends import device_kinds
 from offspec.backends.arithmetic import EXACT, FAST, INT8
 from offspec.backends.choice import backend_of
+from offspec.backends.device_kinds import DeviceKind
 from offspec.checkpoints.opening import ModelFiles
 from offspec.loaders.machine.hardware import Rates
 from offspec.planning import probe
@@ -42,7 +44,7 @@ def test_models_that_are_large_enough_have_their_kernels_compiled(
 
 def test_quick_rates_are_those_of_products(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = ModelFiles.open(folder, "bf16", [])
-    monkeypatch.setattr(probe, "product_flops", lambda form, dtype: {1: 2.0} if form == "bf16" else {})
+    monkeypatch.setattr(probe, "product_flops", lambda form, dtype, device: {1: 2.0} if form == "bf16" else {})
     rates = measure_quick_rates(files, CPU, 5e9)
     assert rates.matmul_flops == {1: 2.0}
     assert (rates.disk_bytes_per_s, rates.host_to_device_bytes_per_s) == (5e9, 5e9)
@@ -52,7 +54,7 @@ def test_quick_rates_are_those_of_products(folder: Path, monkeypatch: pytest.Mon
 def test_a_large_target_has_the_rates_of_its_arithmetic(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = list[str]()
 
-    def product_flops(form: str, dtype: torch.dtype, arithmetic: str) -> dict[int, float]:
+    def product_flops(form: str, dtype: torch.dtype, arithmetic: str, device: DeviceKind) -> dict[int, float]:
         asked.append(arithmetic)
         return {1: 3.0}
 
@@ -69,6 +71,6 @@ def test_a_large_target_has_the_rates_of_its_arithmetic(folder: Path, monkeypatc
 def test_drafts_need_not_be_exact(folder: Path) -> None:
     target, draft = (ModelFiles.open(folder, "bf16", []) for _ in range(2))
     exact, fast = Rates(matmul_flops={1: 1.0}), Rates(matmul_flops={1: 2.0})
-    rates_of = ProductRates(target, exact, "cpu", fast)
+    rates_of = ProductRates(target, exact, device_kinds.CPU, fast)
     assert (rates_of(target), rates_of(draft)) == (exact, fast)
-    assert ProductRates(target, exact, "cuda")(draft) == exact, "nothing else is known"
+    assert ProductRates(target, exact, device_kinds.GPU)(draft) == exact, "nothing else is known"

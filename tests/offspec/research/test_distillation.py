@@ -286,7 +286,7 @@ def test_of_several_exits_the_fastest_is_used(
         asked.append(names)
         return Choice(next(iter(rates)), rates) if rates else None
 
-    request = OpenRequest(DraftOptions("self"), files, Tokenizer.load(files.checkpoint.path), "fp32", "cpu", [])
+    request = OpenRequest(DraftOptions("self"), files, Tokenizer.load(files.checkpoint.path), "fp32", [])
     found = open_draft("target", replace(request, choose=choose))
     assert isinstance(found, OpenedSelf)
     assert asked == [["self:1", "self:2"]]

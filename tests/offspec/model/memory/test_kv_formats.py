@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from offspec.backends import device_kinds
 from offspec.model.block import kv_layouts, memory_bytes
 from offspec.model.config import read_config
 from offspec.model.decoder import CachedDecoder, Decoder, pass_together
@@ -128,7 +130,7 @@ def test_packed_attention_is_that_of_unpacked_entries(
     tiny_model: GetModel, family: str, kv: KVFormat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Although only a few entries are unpacked at once. In fp64, as below: in fp32 a code may flip at a border."""
-    monkeypatch.setattr("offspec.model.memory.kv_formats.UNPACKED_NUMBERS", 1)
+    monkeypatch.setattr(device_kinds, "CPU", replace(device_kinds.CPU, unpacked_numbers=1))
     monkeypatch.setattr("offspec.model.memory.kv_formats.LEAST_UNPACKED", 7)
     decoder = tiny_model(family).decoder(torch.float64)
     texts = CachedDecoder(with_caches(decoder, kv.layers)), CachedDecoder(with_caches(decoder, rounded_layers(kv)))

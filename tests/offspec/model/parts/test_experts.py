@@ -153,5 +153,5 @@ def test_a_layer_behind_the_others_is_ignored(tiny_model: GetModel, tmp_path: Pa
     torch.testing.assert_close(logits_of(opened(folder)), logits_of(opened(source)), rtol=1e-4, atol=1e-5)
     target = ModelFiles.open(folder, "fp32", [])
     assert "model.layers.3.eh_proj.weight" in target.mtp_names
-    request = OpenRequest(DraftOptions("auto"), target, None, "fp32", "cpu", [])
+    request = OpenRequest(DraftOptions("auto"), target, None, "fp32", [])
     assert automatic_names("glm", request) == [LookupDraft.NAME]

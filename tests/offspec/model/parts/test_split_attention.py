@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from offspec.backends.choice import backend_of
+from offspec.backends.device_kinds import GPU, kind_of
 from offspec.model.decoder import CachedDecoder
 from offspec.model.memory.kv_cache import KVLayout
 from offspec.model.memory.kv_formats import EIGHT_BIT, FOUR_BIT, PLAIN, KVFormat
@@ -159,7 +160,7 @@ def test_a_bias_is_aligned_and_hides_what_the_mask_hides() -> None:
 def test_what_no_operator_takes_is_by_formula(
     head_dim: int, dtype: torch.dtype, cap: float | None, device: str, expected: str | None
 ) -> None:
-    reason = reason_for_formula(head_dim, dtype.itemsize, cap, on_cpu=device == "cpu")
+    reason = reason_for_formula(head_dim, dtype.itemsize, cap, kind_of(torch.device(device)))
     assert (reason is None) if expected is None else (reason is not None and expected in reason)
 
 
@@ -221,7 +222,9 @@ class Kernels(TorchDispatchMode):
 def kernels_of_a_layer(kv: KVFormat, num_keys: int, num_rows: int, cap: float | None = None) -> list[str]:
     """Of a 70B's attention, with `num_rows` - 1 nodes behind a token and a text of `num_keys`."""
     layout, dtype = KVLayout(8, 128), torch.bfloat16
-    cache = SequenceCache(kv.layers([layout] * 2, dtype, META), META)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("offspec.model.memory.kv_formats.kind_of", lambda device: GPU)
+        cache = SequenceCache(kv.layers([layout] * 2, dtype, META), META)
     cache.reserve(num_keys + num_rows)
     nodes = num_rows - 1
     visibility = Visibility(
@@ -260,14 +263,14 @@ def test_kernels_of_a_layer_behind_a_long_text(
     assert len(names) <= most, names
     operators = [name for name in names if name.startswith("_scaled_dot_product")]
     assert operators == [CUDA_FLASH] * num_parts + [CUDA_EFFICIENT]
-    shape = AttentionShape(257, 64, KVLayout(8, 128), None, 2, kv, on_cpu=False)
+    shape = AttentionShape(257, 64, KVLayout(8, 128), None, 2, kv, GPU)
     assert shape.num_operations(32768) == pytest.approx(len(names), rel=0.1)
 
 
 def test_capped_scores_are_by_formula_on_a_gpu() -> None:
     names = kernels_of_a_layer(PLAIN, 16384, 257, cap=50.0)
     assert not [name for name in names if name.startswith("_scaled_dot_product")]
-    assert names.count("tanh_") == AttentionShape(257, 64, KVLayout(8, 128), 50.0, 2, PLAIN, False).num_parts(16384) + 1
+    assert names.count("tanh_") == AttentionShape(257, 64, KVLayout(8, 128), 50.0, 2, PLAIN, GPU).num_parts(16384) + 1
 
 
 # ------------------------------------------------------------------------------------------------ a card
