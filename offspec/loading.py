@@ -48,7 +48,7 @@ from .planning.probe import (
     with_expert_rates,
 )
 from .planning.report import explain_experts, explain_packing, explain_plan
-from .process import fix_choices, prepare_gpu, set_num_threads
+from .process import fix_choices, prepare, set_num_threads
 from .text.context_limit import ContextLimit
 from .text.lookup_files import lookup_memory_bytes, open_index
 from .text.prompt import encode_prompt
@@ -206,8 +206,7 @@ def _load_models(
     notes: list[Note],
 ) -> tuple[LoadedTarget, Draft]:
     device = machine.device
-    if kind_of(device).has_own_memory:
-        prepare_gpu()
+    prepare(device)
     _limit_memory(device, None)  # what torch cached for a closed engine would count as used
     plan = plan_here(files, features, read_hardware(device), options_of_memory)
     link, rates = machine.measure(plan)

@@ -1,7 +1,7 @@
 """All process-wide settings that offspec changes, with their reasons.
 
 - `set_num_threads`: torch's number of threads, if `--threads` sets it (`loading.py`).
-- `prepare_gpu`: before a model is loaded on a GPU, torch's allocator gets segments that grow. torch does not compute
+- `prepare`: before a model is loaded on a GPU, torch's allocator gets segments that grow. torch does not compute
   attention with cuDNN there, and sums of products are fp32 throughout.
 - `fix_choices`: nothing is chosen by measured times, after a model was loaded with `deterministic`.
 - `loaders.accelerators.Accelerator.limit_memory`: a limit for torch's allocator on a GPU, if `--vram` sets one.
@@ -18,6 +18,7 @@ import sys
 
 import torch
 
+from offspec.backends.device_kinds import kind_of
 from offspec.backends.on_gpu import FUSED_ROWS
 
 
@@ -63,11 +64,12 @@ def let_segments_grow() -> None:
         (change or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")
 
 
-def prepare_gpu() -> None:
+def prepare(device: torch.device) -> None:
     """Change the settings that all work on a GPU needs; it is called before a model is loaded there."""
-    let_segments_grow()
-    disable_cudnn_attention()
-    disable_reduced_precision()
+    if kind_of(device).has_own_memory:
+        let_segments_grow()
+        disable_cudnn_attention()
+        disable_reduced_precision()
 
 
 def fix_choices() -> None:

@@ -106,10 +106,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         if not torch.cuda.is_available():
             pytest.skip("needs a CUDA device")
-        from offspec.process import prepare_gpu
+        from offspec.process import prepare
 
         torch.cuda.init()  # sets a variable of the environment
-        prepare_gpu()  # for the whole process: no test leaves it
+        prepare(torch.device("cuda"))  # for the whole process: no test leaves it
 
 
 def seed_random_numbers() -> None:

@@ -25,7 +25,7 @@ from offspec.model.names import EMBEDDING
 from offspec.planning.out_of_memory import retry_out_of_memory
 from offspec.planning.plan import Plan, all_resident
 from offspec.planning.probe import measure_fused_limits
-from offspec.process import prepare_gpu
+from offspec.process import prepare
 from offspec.scheduler.params import MAX_NODES
 from offspec.text.tokenizer import Tokenizer
 
@@ -55,8 +55,7 @@ def loaded(
     """An engine for `plan`, limited by torch's allocator; for a plan with fewer resident layers if a pass of `width`
     runs out of memory.
     """
-    if device.type == "cuda":
-        prepare_gpu()
+    prepare(device)
     accelerator_of(device).release_memory()
     held = accelerator_of(device).held_bytes()[0]
     if device.type == "cuda":

@@ -16,7 +16,7 @@ from offspec.loaders.streaming.weights import WeightSource
 from ..model.decoder import Decoder
 from ..model.exactness import reason_against_exactness
 from ..model.transformers_config import ForeignConfig
-from ..process import prepare_gpu
+from ..process import prepare
 from .opening import ModelFiles
 
 LEAST_EXACT_WEIGHTS = 2**26  # of a draft that computes exact rows
@@ -44,12 +44,11 @@ def load_weights(
     model: ModelFiles, placement: Placement, device: torch.device, settings: WeightSettings = DEFAULT
 ) -> TieredWeights:
     """Load the resident layers, and prepare the stream for the others. On a GPU, torch's settings are changed first
-    (`process.prepare_gpu`).
+    (`process.prepare`).
 
     Raises torch.OutOfMemoryError, MemoryLimitError, CheckpointError.
     """
-    if kind_of(device).has_own_memory:
-        prepare_gpu()
+    prepare(device)
     far = (model.config.embedding_name,) if settings.has_far_embedding and not model.config.tied_head else ()
     return TieredWeights(
         model.stored,
@@ -72,8 +71,7 @@ def load_decoder(
 
 def decoder_over(model: ModelFiles, weights: WeightSource, device: torch.device) -> Decoder:
     """The decoder of a model with loaded weights: offspec's own, or transformers' modules. Prepares a GPU, too."""
-    if kind_of(device).has_own_memory:
-        prepare_gpu()
+    prepare(device)
     if isinstance(model.config, ForeignConfig):
         from ..model.transformers_decoder import ForeignDecoder  # imported here, because it imports transformers
 
