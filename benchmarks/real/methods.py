@@ -19,7 +19,6 @@ from offspec.drafts.model_draft import ModelDraft
 from offspec.drafts.recall import RecallingText
 from offspec.drafts.without_model import LookupDraft
 from offspec.model.memory.request_caches import DraftText
-from offspec.scheduler.drafting.drafter import DraftRequest
 from offspec.scheduler.drafting.model_drafter import ModelDrafter
 from offspec.scheduler.pace.costs import Costs as LearntCosts
 
@@ -84,8 +83,8 @@ def replayed_texts(engine: Engine, method: Method, recordings: Sequence[Recordin
         if caches.draft is not None:
             rounds.observe(caches.draft)
         sampler = recording.sampler(fresh.target.config.vocab_size)
-        request = DraftRequest(sampler, num_unscored=len(recording.prompt_ids))
-        task = DraftTask(caches.draft, fresh.target, request, method.speculation)
+        text, num_unscored = caches.draft, len(recording.prompt_ids)
+        task = DraftTask(sampler, (), num_unscored, text=text, target=fresh.target, speculation=method.speculation)
         with telling_time(clock), rounds.corrections():
             drafter = fresh.draft.drafter(task, fresh.draft_stats)
             target = caches.target if needs_target(fresh.draft, method.speculation) else None

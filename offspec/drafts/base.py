@@ -142,8 +142,8 @@ class OpenedDraft(Protocol):
         """
 
 
-@dataclass(frozen=True)
-class DraftTask:
+@dataclass(frozen=True, kw_only=True)
+class DraftTask(DraftRequest):
     """One request, as a draft sees it.
 
     text: the draft's own cached text; None without a draft model. index: other texts for n-gram lookup. prompt: the
@@ -152,7 +152,6 @@ class DraftTask:
 
     text: DraftText | None
     target: Decoder
-    request: DraftRequest
     speculation: SpeculationParams
     index: SuffixIndex | None = None
     prompt: Sequence[int] = ()
@@ -232,14 +231,14 @@ class Draft:
     def drafter(self, task: DraftTask, stats: DraftStats) -> Drafter:
         """The drafter of one request."""
         guessers = self.guessers(task, stats)
-        speculation, constraint = task.speculation, task.request.sampler.constraint
+        speculation, constraint = task.speculation, task.sampler.constraint
         if speculation.budget != 0 and not guessers and constraint is not None:
             return ForcedDrafter(constraint, speculation.budget or most_nodes(task))
         if speculation.budget == 0 or not guessers:
             return NoDrafter()
         return ModelDrafter(
             None,
-            task.request,
+            task,
             task.speculation,
             stats,
             guessers=guessers,

@@ -92,7 +92,7 @@ class HeadDraft(Draft):
         return HeadDrafter(
             text.feed,
             recalling or text,
-            replace(task.request, most_read=1),  # it reads what the target has told it of
+            replace(task, most_read=1),  # it reads what the target has told it of
             replace(speculation, reuse=False, overlap=False),
             stats,
             guessers=self.guessers(task, stats),

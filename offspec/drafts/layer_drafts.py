@@ -107,8 +107,8 @@ class LayersOfTarget(ModelDraft):
     def drafter(self, task: DraftTask, stats: DraftStats) -> Drafter:
         if isinstance(task.text, LayerDraftText | WindowOfTarget):
             task.text.begin(tree_room(task.speculation, kind_of(self.decoder.device).useful_rows))
-        request = replace(task.request, most_read=self._own.most_read, most_rows=self._own.most_nodes)
-        return super().drafter(replace(task, request=request), stats)
+        task = replace(task, most_read=self._own.most_read, most_rows=self._own.most_nodes)
+        return super().drafter(task, stats)
 
 
 @dataclass(frozen=True)

@@ -105,14 +105,14 @@ class ModelDraft(Draft):
         return guessers_beside_model(task, stats, super().guessers(task, stats))
 
     def drafter(self, task: DraftTask, stats: DraftStats) -> Drafter:
-        text, speculation, request = task.text, task.speculation, task.request
-        request = replace(request, most_rows=min(request.most_rows, self.decoder.config.most_pending))
+        text, speculation = task.text, task.speculation
+        task = replace(task, most_rows=min(task.most_rows, self.decoder.config.most_pending))
         if text is None:  # an engine without this draft made the caches, so only guessers can draft
             return super().drafter(task, stats)
         if speculation.is_lossy:
             is_joint = speculation.accept == "joint"
             make_lossy: Callable[..., Drafter] = JointDrafter if is_joint else research().LOSSY[speculation.accept]
-            return make_lossy(text, request.sampler, speculation, request.final)
+            return make_lossy(text, task.sampler, speculation, task.final)
         if speculation.budget == 0:
             return NoDrafter()
         if self._is_larger and speculation.budget is None and task.target.weights.is_resident:
@@ -133,7 +133,7 @@ class ModelDraft(Draft):
             make = partial(WindowTrialDrafter, partial(stats.windows.observe, len(task.prompt), has_window))
         return make(
             recalling or text,
-            request,
+            task,
             speculation,
             stats,
             guessers=self.guessers(task, stats),

@@ -23,8 +23,8 @@ from ..drafts.base import DraftTask
 
 def opt_tree_drafter(text: TreeModel, task: DraftTask, stats: RunningEstimates) -> OptTreeDrafter:
     """The drafter of one request with a draft model (`drafts.base.MakeDrafter`)."""
-    params, request = task.speculation, task.request
-    return OptTreeDrafter(text, request.sampler, params, request.final, coupled=params.scoring == "coupled")
+    params = task.speculation
+    return OptTreeDrafter(text, task.sampler, params, task.final, coupled=params.scoring == "coupled")
 
 
 class OptTreeDrafter(SequentialDrafter):

@@ -204,10 +204,10 @@ class SizeForHardware:
 
 def sequoia_drafter(text: TreeModel, task: DraftTask, stats: RunningEstimates) -> SequoiaDrafter:
     """The drafter of one request with a draft model (`drafts.base.MakeDrafter`)."""
-    params, request = task.speculation, task.request
-    size = SizeForHardware(stats.costs, most_nodes(task), request.shared) if params.budget is None else None
+    params = task.speculation
+    size = SizeForHardware(stats.costs, most_nodes(task), task.shared) if params.budget is None else None
     acceptance, is_coupled = stats.of_kind(MeasuredAcceptance), params.scoring == "coupled"
-    return SequoiaDrafter(text, request.sampler, params, acceptance, request.final, coupled=is_coupled, hardware=size)
+    return SequoiaDrafter(text, task.sampler, params, acceptance, task.final, coupled=is_coupled, hardware=size)
 
 
 class SequoiaDrafter(SequentialDrafter):

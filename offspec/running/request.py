@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from offspec.loaders.streaming.small_transfers import to_device
-from offspec.scheduler.drafting.drafter import DraftRequest
 from offspec.scheduler.drafting.score_calls import Drafting
 from offspec.scheduler.pace.shared_pass import SharedPass
 from offspec.scheduler.trees.sampling import Sampler
@@ -64,11 +63,18 @@ class Request:
         num_prefilled = caches.rewind(text)
         self.text, self.target = caches.text, caches.target  # the same list as the caches'
         self.kv.begin()
-        draft_request = DraftRequest(
-            self.sampler, self._steps.final, num_prefilled, most_rows=self.kv.draft_rows, shared=self._shared
+        task = DraftTask(
+            self.sampler,
+            self._steps.final,
+            num_prefilled,
+            most_rows=self.kv.draft_rows,
+            shared=self._shared,
+            text=caches.draft,
+            target=models.target,
+            speculation=self.checked.speculation,
+            index=models.index,
+            prompt=text,
         )
-        speculation = self.checked.speculation
-        task = DraftTask(caches.draft, models.target, draft_request, speculation, models.index, text)
         self.drafting.begin(models.draft.drafter(task, self.draft_stats), competes=is_shared)
         return num_prefilled
 

@@ -21,7 +21,7 @@ from offspec.loaders.machine.hardware import Rates
 from offspec.planning.draft_forecast import round_s
 from offspec.research.opt_tree import OptTreeDrafter
 from offspec.research.sequoia import MeasuredAcceptance, SequoiaDrafter
-from offspec.scheduler.drafting.drafter import Drafter, DraftRequest, NoDrafter
+from offspec.scheduler.drafting.drafter import Drafter, NoDrafter
 from offspec.scheduler.drafting.model_drafter import ModelDrafter
 from offspec.scheduler.guessing.lookup import PromptLookup
 from offspec.scheduler.guessing.recycling import TokenRecycling
@@ -82,8 +82,8 @@ def drafter_of(
     """As a new request would get it."""
     sampler = sampler_of(engine, params)
     text = engine.new_caches().draft
-    request = DraftRequest(sampler, final)
-    task = DraftTask(text, engine.target, request, SpeculationParams(**speculation), engine.lookup_index)
+    params, index = SpeculationParams(**speculation), engine.lookup_index
+    task = DraftTask(sampler, final, text=text, target=engine.target, speculation=params, index=index)
     return engine.draft.drafter(task, engine.draft_stats)
 
 
