@@ -9,7 +9,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from offspec.scheduler.drafting.score_calls import ScoreCall
+from offspec.scheduler.drafting.drafter import ScoreCall
 from offspec.scheduler.pace.shared_pass import SharedPass
 
 from ..model.decoder import CachedDecoder, pass_together

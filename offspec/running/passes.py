@@ -16,7 +16,8 @@ import numpy as np
 
 from offspec.backends.device_kinds import kind_of
 from offspec.loaders.accelerators.cuda import span
-from offspec.scheduler.drafting.score_calls import Drafting, run_together
+from offspec.scheduler.drafting.drafter import Drafting
+from offspec.scheduler.drafting.score_calls import run_together
 from offspec.scheduler.pace.costs import CostCurve
 from offspec.scheduler.pace.shared_pass import SharedPass
 from offspec.scheduler.trees.token_tree import FloatArray

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from offspec.loaders.streaming.small_transfers import to_device
-from offspec.scheduler.drafting.score_calls import Drafting
+from offspec.scheduler.drafting.drafter import Drafting
 from offspec.scheduler.pace.shared_pass import SharedPass
 from offspec.scheduler.trees.sampling import Sampler
 from offspec.scheduler.trees.token_tree import FloatArray

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from offspec.backends.device_kinds import kind_of
-from offspec.scheduler.drafting.drafter import Drafter, NoDrafter
+from offspec.scheduler.drafting.drafter import Drafter, Drafting, NoDrafter
 from offspec.scheduler.drafting.forced import prepare_masks
-from offspec.scheduler.drafting.score_calls import CompetingDrafter, Drafting
+from offspec.scheduler.drafting.score_calls import CompetingDrafter
 from offspec.scheduler.trees.constraint import TokenConstraint
 from offspec.scheduler.trees.token_tree import FloatArray, TokenTree
 

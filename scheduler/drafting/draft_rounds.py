@@ -16,8 +16,7 @@ from ..trees.token_tree import ROOT, FloatArray, IntArray
 from ..trees.verify import TargetStates
 from .candidate_tree import CandidateTree, ChildScores
 from .child_scores import ChildScorer
-from .drafter import DraftRequest, LogitCorrector, TreeModel
-from .score_calls import Drafting, ScoreCall
+from .drafter import Drafting, DraftRequest, LogitCorrector, ScoreCall, TreeModel
 
 MAX_CORRECTED = int(WIDTHS[-1])  # the likeliest nodes, whose logits are corrected after a pass
 MAX_FORCED = 64  # the likeliest nodes, below which forced tokens are looked for

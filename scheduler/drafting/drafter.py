@@ -1,10 +1,13 @@
-"""Protocols of drafters and of the models that they use; the description of a request."""
+"""Protocols of drafters and of the models that they use; the description of a request.
+
+Drafting is a generator: it yields what the draft has to score and receives the logits (`score_calls`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from torch import Tensor
 
@@ -14,6 +17,8 @@ from ..trees.sampling import Sampler
 from ..trees.token_tree import IntArray, TokenTree
 from ..trees.verify import Logits, TargetPass, TargetStates, Verdict, exact_walk
 from ..trees.vocabulary import Vocabulary
+
+T = TypeVar("T")
 
 
 class TreeModel(Protocol):
@@ -42,6 +47,27 @@ class TreeModel(Protocol):
 
         path followed by pending is ascending. The nodes that stay pending are numbered from 0 in their order.
         """
+
+
+@dataclass(frozen=True)
+class ScoreCall:
+    """The arguments of `TreeModel.score`, and the model of the text."""
+
+    model: TreeModel
+    chain: Sequence[int]
+    tokens: IntArray
+    depths: IntArray
+    parents: IntArray
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.chain) + len(self.tokens)
+
+    def score(self) -> Tensor:
+        return self.model.score(self.chain, self.tokens, self.depths, self.parents)
+
+
+Drafting = Generator[ScoreCall, Tensor, T]
 
 
 class LogitCorrector(Protocol):
@@ -74,6 +100,14 @@ class DraftRequest:
     most_read: int | None = None
     most_rows: int = MAX_ROWS
     shared: SharedPass | None = None
+
+
+@dataclass(frozen=True)
+class Rest:
+    """Passes without a draft, as it does not pay. Seconds of a draft round, None if there was none; of a plain pass."""
+
+    round_s: float | None
+    plain_s: float
 
 
 class Drafter(Protocol):

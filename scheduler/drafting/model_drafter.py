@@ -21,11 +21,11 @@ from ..trees.verify import TargetPass
 from .candidate_tree import CandidateTree
 from .child_scores import ChildScorer
 from .draft_rounds import DraftRounds
-from .drafter import DraftRequest, ExactDrafter, LogitCorrector, NoModel, TreeModel
+from .drafter import Drafting, DraftRequest, ExactDrafter, LogitCorrector, NoModel, Rest, TreeModel
 from .estimates import RunningEstimates
 from .guesser_pool import GuesserPool
-from .pricing import Clock, PassPricing, Rest
-from .score_calls import Drafting, run_alone
+from .pricing import Clock, PassPricing
+from .score_calls import run_alone
 from .verdict_learning import learn_children, learn_trust, learn_trust_unsent
 
 EMPTY_TREE = TokenTree.empty()

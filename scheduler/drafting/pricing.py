@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -14,20 +14,12 @@ from ..pace.costs import MOST_ROWS, Costs
 from ..pace.shared_pass import SharedPass
 from ..pace.speculation_switch import SpeculationSwitch
 from ..trees.token_tree import FloatArray
-from .score_calls import Drafting
+from .drafter import Drafting, Rest
 
 Clock = Callable[[], float]  # seconds
 
 NONE = np.empty(0)
 MISPRICED = 1.5  # over the predicted seconds: no evidence against speculation, as the next tree will be another
-
-
-@dataclass(frozen=True)
-class Rest:
-    """Passes without a draft, as it does not pay. Seconds of a draft round, None if there was none; of a plain pass."""
-
-    round_s: float | None
-    plain_s: float
 
 
 class PassPricing:

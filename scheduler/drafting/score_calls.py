@@ -1,42 +1,19 @@
 """Drafting as a sequence of the draft's forwards, so that one forward can serve several texts.
 
-A text's drafting is a generator: it yields what the draft has to score and receives the logits. `run_alone` serves one
-text, `run_together` several: each round of theirs is one forward.
+`run_alone` serves one text, `run_together` several: each round of theirs is one forward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
-from ..trees.token_tree import FloatArray, IntArray, TokenTree
-from .drafter import Drafter, TreeModel
+from ..trees.token_tree import FloatArray, TokenTree
+from .drafter import Drafter, Drafting, ScoreCall
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class ScoreCall:
-    """The arguments of `TreeModel.score`, and the model of the text."""
-
-    model: TreeModel
-    chain: Sequence[int]
-    tokens: IntArray
-    depths: IntArray
-    parents: IntArray
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.chain) + len(self.tokens)
-
-    def score(self) -> Tensor:
-        return self.model.score(self.chain, self.tokens, self.depths, self.parents)
-
-
-Drafting = Generator[ScoreCall, Tensor, T]
 ScoreTogether = Callable[[Sequence[ScoreCall]], Sequence[Tensor]]
 
 

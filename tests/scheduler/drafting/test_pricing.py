@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from offspec.scheduler.drafting.pricing import PassPricing, Rest
-from offspec.scheduler.drafting.score_calls import Drafting, run_alone
+from offspec.scheduler.drafting.drafter import Drafting, Rest
+from offspec.scheduler.drafting.pricing import PassPricing
+from offspec.scheduler.drafting.score_calls import run_alone
 from offspec.scheduler.pace.calibration import Calibration
 from offspec.scheduler.pace.controllers import DraftingState, FixedBudget, MarginalRate
 from offspec.scheduler.pace.costs import Costs
