@@ -8,7 +8,6 @@ import numpy as np
 
 from offspec.loaders.accelerators.accelerator import accelerator_of
 from offspec.scheduler.drafting.drafter import Drafter
-from offspec.scheduler.drafting.model_drafter import ModelDrafter
 from offspec.scheduler.pace.controllers import PLAIN_ROWS
 from offspec.scheduler.pace.costs import CostCurve
 
@@ -51,7 +50,7 @@ class PassCounter:
         stats.num_passes += 1
         stats.num_drafted_tokens += num_nodes
         # Since when the draft is switched off, and why, if it is for more than some passes.
-        rest = drafter.rest if isinstance(drafter, ModelDrafter) else None
+        rest = drafter.rest
         self._resting_since = None if rest is None else self._resting_since or stats.num_passes
         stats.draft_off_since = stats.draft_round_s = stats.plain_pass_s = None
         if rest is not None and self._resting_since and stats.num_passes - self._resting_since >= SHORT_REST:

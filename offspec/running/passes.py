@@ -194,7 +194,5 @@ def _drafting_ahead(requests: Sequence[Request], shared: SharedPass) -> Abstract
         for text in constrained:
             text.prepare_masks(is_over)
         run_together([text.extending(is_over) for text in drafting], SharedRounds(shared).score)
-        for text in drafting:
-            text.extend(is_over)
 
     return in_background(work, requests[0].models.device)

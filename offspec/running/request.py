@@ -75,7 +75,7 @@ class Request:
             index=models.index,
             prompt=text,
         )
-        self.drafting.begin(models.draft.drafter(task, self.draft_stats), competes=is_shared)
+        self.drafting.drafter = models.draft.drafter(task, self.draft_stats)
         return num_prefilled
 
     @property

@@ -8,7 +8,6 @@ from typing import TypeVar
 from offspec.backends.device_kinds import kind_of
 from offspec.scheduler.drafting.drafter import Drafter, Drafting, NoDrafter
 from offspec.scheduler.drafting.forced import prepare_masks
-from offspec.scheduler.drafting.score_calls import CompetingDrafter
 from offspec.scheduler.trees.constraint import TokenConstraint
 from offspec.scheduler.trees.token_tree import FloatArray, TokenTree
 
@@ -32,15 +31,9 @@ class TextDrafting:
     def __init__(self, models: Models, counter: PassCounter, constraint: TokenConstraint | None) -> None:
         self._models, self._counter, self._constraint = models, counter, constraint
         self.drafter: Drafter = NoDrafter()
-        self._competitor: CompetingDrafter | None = None
         self.chain, self.tree = list[int](), TokenTree.empty()
         self.is_prefilling = False
         self.fault: OffspecError | None = None
-
-    def begin(self, drafter: Drafter, *, competes: bool) -> None:
-        """Draft with `drafter` from now on. competes: its candidates compete with other texts' for the passes."""
-        self.drafter = drafter
-        self._competitor = drafter if competes and isinstance(drafter, CompetingDrafter) else None
 
     @property
     def num_rows(self) -> int:
@@ -61,18 +54,12 @@ class TextDrafting:
         self.is_prefilling = num_scored + num_chain < len(text)
         if self.is_prefilling:
             return None
-        return (yield from self._catching(self._propose(text, max_depth)))
-
-    def _propose(self, text: Sequence[int], max_depth: int) -> Drafting[FloatArray | None]:
-        if self._competitor is not None:
-            return (yield from self._competitor.prepare(text, max_depth))
-        self.tree = self.drafter.propose(text, max_depth)
-        return None
+        return (yield from self._catching(self.drafter.prepare(text, max_depth)))
 
     def send(self, num_nodes: int | None) -> TextRows:
         """The rows of the pass. num_nodes: of the candidates; None: as many as the drafter wants."""
-        if self._competitor is not None and not self.is_prefilling and self.fault is None:
-            self.tree = self._competitor.send(num_nodes)
+        if not self.is_prefilling and self.fault is None:
+            self.tree = self.drafter.send(num_nodes)
         return TextRows(self.chain, self.tree.tokens, self.tree.depths, self.tree.parents)
 
     # ---------------------------------------------------------------------------------------- during a pass
@@ -95,16 +82,7 @@ class TextDrafting:
 
     def extending(self, is_over: Callable[[], bool]) -> Drafting[None]:
         """Draft during the pass until `is_over`, in rounds that texts share."""
-        if isinstance(self.drafter, CompetingDrafter):
-            yield from self._catching(self.drafter.extending(is_over))
-
-    def extend(self, is_over: Callable[[], bool]) -> None:
-        """Draft during the pass until `is_over`, if the drafter's rounds cannot be shared."""
-        if not isinstance(self.drafter, CompetingDrafter):
-            try:
-                self.drafter.extend(is_over)
-            except NumericalError as exc:
-                self._go_on_without_draft(exc)
+        yield from self._catching(self.drafter.extending(is_over))
 
     # ---------------------------------------------------------------------------------------- errors
 
@@ -120,7 +98,7 @@ class TextDrafting:
 
     def _go_on_without_draft(self, error: NumericalError) -> None:
         """Decode the rest of the text plainly: a draft's fault changes no text."""
-        self.drafter, self._competitor = NoDrafter(), None
+        self.drafter = NoDrafter()
         self._counter.stats.draft_fault = str(error)
         text = f"a text was decoded without the draft from some pass on, which changes no text ({error})"
         self._models.loaded.note_once(Note(text, advice=True))

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..pace.shared_pass import SharedPass
 from ..params import MAX_ROWS
 from ..trees.sampling import Sampler
-from ..trees.token_tree import IntArray, TokenTree
+from ..trees.token_tree import FloatArray, IntArray, TokenTree
 from ..trees.verify import Logits, TargetPass, TargetStates, Verdict, exact_walk
 from ..trees.vocabulary import Vocabulary
 
@@ -113,22 +113,38 @@ class Rest:
 class Drafter(Protocol):
     """Proposes trees for one request, and says how a tree's logits become a verdict.
 
-    Calls of propose and observe alternate; after an error, create a new drafter.
+    Calls of `prepare`, `send` and `observe` alternate; after an error, create a new drafter. `propose` and `extend` do
+    the same for a text whose draft rounds no other text shares.
     """
 
     @property
     def is_lossy(self) -> bool:
         """Whether the verdicts' tokens may differ from those of plain decoding."""
 
+    @property
+    def rest(self) -> Rest | None:
+        """Why nothing is drafted in these passes, but for trials; None where something is, or nothing was chosen."""
+
     def propose(self, text: Sequence[int], max_depth: int) -> TokenTree:
         """A tree of continuations of `text` (all tokens so far), at most max_depth deep."""
 
+    def prepare(self, text: Sequence[int], max_depth: int) -> Drafting[FloatArray | None]:
+        """Draft such a tree. The result is the probabilities of the best candidates, descending, which compete with
+        those of other texts; None if the size of the tree is given.
+        """
+
+    def send(self, num_nodes: int | None = None) -> TokenTree:
+        """The tree of the `num_nodes` best candidates; None: as many as the drafter would send on its own."""
+
     @property
     def wants_overlap(self) -> bool:
-        """Whether to call `extend` during the next pass."""
+        """Whether to call `extending` during the next pass."""
 
     def extend(self, is_over: Callable[[], bool]) -> None:
         """Draft during the target's pass until `is_over`. Called between propose and observe, maybe on a thread."""
+
+    def extending(self, is_over: Callable[[], bool]) -> Drafting[None]:
+        """`extend`, of which the caller runs the forwards."""
 
     def walk(self, tree: TokenTree, logits: Logits, sampler: Sampler, position: int) -> Verdict:
         """The verdict on the tree that was proposed last; arguments and errors as in `exact_walk`."""
@@ -138,9 +154,32 @@ class Drafter(Protocol):
 
 
 class ExactDrafter:
-    """Base of drafters whose verdicts have plain decoding's tokens."""
+    """Base of drafters whose verdicts have plain decoding's tokens, and whose rounds no other text shares."""
 
     is_lossy = False
+    _proposed = TokenTree.empty()
+
+    @property
+    def rest(self) -> Rest | None:
+        return None
+
+    def propose(self, text: Sequence[int], max_depth: int) -> TokenTree:
+        raise NotImplementedError
+
+    def prepare(self, text: Sequence[int], max_depth: int) -> Drafting[FloatArray | None]:
+        self._proposed = self.propose(text, max_depth)
+        yield from ()
+        return None
+
+    def send(self, num_nodes: int | None = None) -> TokenTree:
+        return self._proposed
+
+    def extend(self, is_over: Callable[[], bool]) -> None:
+        pass
+
+    def extending(self, is_over: Callable[[], bool]) -> Drafting[None]:
+        self.extend(is_over)
+        yield from ()
 
     def walk(self, tree: TokenTree, logits: Logits, sampler: Sampler, position: int) -> Verdict:
         return exact_walk(tree, logits, sampler, position)
@@ -150,9 +189,6 @@ class SequentialDrafter(ExactDrafter):
     """Base of drafters that do not draft during the target's pass."""
 
     wants_overlap = False
-
-    def extend(self, is_over: Callable[[], bool]) -> None:
-        pass
 
 
 class NoDrafter(SequentialDrafter):

@@ -87,7 +87,7 @@ class ModelDrafter(ExactDrafter):
 
     @property
     def rest(self) -> Rest | None:
-        """Why nothing is drafted in these passes, but for trials; None where something is, and with a given budget."""
+        """None also with a given budget."""
         return self._pricing.rest if self._is_priced else None
 
     # ------------------------------------------------------------------------------------------------ a tree
@@ -97,7 +97,6 @@ class ModelDrafter(ExactDrafter):
         return self.send()
 
     def prepare(self, text: Sequence[int], max_depth: int) -> Drafting[FloatArray | None]:
-        """See `CompetingDrafter`."""
         rounds, pricing = self._rounds, self._pricing
         self._best = self._sent = NO_NODES
         self._is_plain = not pricing.speculates
@@ -120,7 +119,6 @@ class ModelDrafter(ExactDrafter):
         return rounds.probabilities(self._best) if self._is_priced else None
 
     def send(self, num_nodes: int | None = None) -> TokenTree:
-        """See `CompetingDrafter`."""
         if self._is_plain:
             self._overlap.begin(is_on=False)
             return TokenTree.chain(self._forced).from_source(CONSTRAINT) if self._forced else EMPTY_TREE
@@ -187,7 +185,6 @@ class ModelDrafter(ExactDrafter):
         run_alone(self.extending(is_over))
 
     def extending(self, is_over: Callable[[], bool]) -> Drafting[None]:
-        """See `CompetingDrafter`."""
         return self._rounds.extend(self._draft_costs.best_width(), is_over)
 
     # ------------------------------------------------------------------------------------------------ a verdict

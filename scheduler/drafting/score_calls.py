@@ -6,29 +6,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import TypeVar
 
 from torch import Tensor
 
-from ..trees.token_tree import FloatArray, TokenTree
-from .drafter import Drafter, Drafting, ScoreCall
+from .drafter import Drafting, ScoreCall
 
 T = TypeVar("T")
 ScoreTogether = Callable[[Sequence[ScoreCall]], Sequence[Tensor]]
-
-
-@runtime_checkable
-class CompetingDrafter(Drafter, Protocol):
-    """A drafter whose trees compete with those of other texts: `prepare`, then `send`, in place of `propose`."""
-
-    def prepare(self, text: Sequence[int], max_depth: int) -> Drafting[FloatArray | None]:
-        """Draft. The result is the probabilities of the best candidates, descending; None if the size is given."""
-
-    def send(self, num_nodes: int | None = None) -> TokenTree:
-        """The tree of the `num_nodes` best candidates; None: as many as the drafter would send on its own."""
-
-    def extending(self, is_over: Callable[[], bool]) -> Drafting[None]:
-        """`extend`, of which the caller runs the forwards."""
 
 
 def run_alone(drafting: Drafting[T]) -> T:

@@ -144,7 +144,7 @@ def test_changes_are_scored_from_where_they_begin(engine: Engine) -> None:
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OffspecError("it failed")], ids=["Ctrl-C", "error"])
-@pytest.mark.parametrize("where", ["propose", "score_together", "keep"])
+@pytest.mark.parametrize("where", ["prepare", "score_together", "keep"])
 def test_a_turn_left_in_the_middle_of_a_pass(
     where: str, error: BaseException, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
