@@ -76,7 +76,7 @@ def run_pass(
     messages = [request.commit(verdict, logits) for request, verdict, logits in of_all if isinstance(verdict, Verdict)]
     if any(messages):
         begin_again(max(messages))
-    num_rows = sum(request.drafting.num_rows for request in requests)
+    num_rows = sum(request.num_rows for request in requests)
     num_tokens = max(len(request.text) for request in requests)
     requests[0].models.loaded.observe_pass(num_rows, num_tokens, passed.target_s)
     ended = time.perf_counter()
@@ -108,8 +108,8 @@ def _score(requests: Sequence[Request], shared: SharedPass) -> ScoredPass:
     with span("draft"):
         rows = _propose(requests, shared)
     drafted = time.perf_counter()
-    if all(request.drafting.fault is not None for request in requests):
-        return ScoredPass([request.drafting.fault for request in requests], [], 0, drafted - started, 0.0)
+    if all(request.fault is not None for request in requests):
+        return ScoredPass([request.fault for request in requests], [], 0, drafted - started, 0.0)
     with span("pass"), _drafting_ahead(requests, shared):
         texts = [(request.target, text_rows) for request, text_rows in zip(requests, rows, strict=True)]
         logits = score_together(texts, requests[0].models.draft.target_layers)
@@ -129,12 +129,11 @@ def _propose(requests: Sequence[Request], shared: SharedPass) -> list[TextRows]:
     draftings = [_drafting(request, num_chain, shared) for request, num_chain in zip(requests, chains, strict=True)]
     drafted = run_together(draftings, SharedRounds(shared).score)
     if not shared.is_shared:
-        return [requests[0].drafting.send(None)]
+        return [requests[0].send(None)]
     competing = [tree for tree in drafted if tree is not None]
     sizes = iter(shared.sizes(competing, time.perf_counter() - began))
     return [
-        request.drafting.send(None if tree is None else next(sizes))
-        for request, tree in zip(requests, drafted, strict=True)
+        request.send(None if tree is None else next(sizes)) for request, tree in zip(requests, drafted, strict=True)
     ]
 
 
@@ -184,7 +183,7 @@ def _chains(unscored: Sequence[int], num_beside: int) -> list[int]:
 
 def _drafting_ahead(requests: Sequence[Request], shared: SharedPass) -> AbstractContextManager[None]:
     """Computes masks and drafts for these requests in the background, as far as their drafters want to."""
-    sound = [request.drafting for request in requests if request.drafting.fault is None]
+    sound = [request for request in requests if request.fault is None]
     drafting = [text for text in sound if text.drafter.wants_overlap]
     constrained = [text for text in sound if text.prepares_masks]
     if not drafting and not constrained:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
+from offspec.backends.device_kinds import kind_of
 from offspec.loaders.streaming.small_transfers import to_device
-from offspec.scheduler.drafting.drafter import Drafting
+from offspec.scheduler.drafting.drafter import Drafter, Drafting, NoDrafter
+from offspec.scheduler.drafting.forced import prepare_masks
 from offspec.scheduler.pace.shared_pass import SharedPass
 from offspec.scheduler.trees.sampling import Sampler
-from offspec.scheduler.trees.token_tree import FloatArray
+from offspec.scheduler.trees.token_tree import FloatArray, TokenTree
 from offspec.scheduler.trees.verify import TargetPass, Verdict
 
+from ..checkpoints.opening import Note
 from ..drafts.base import DraftTask
-from ..errors import OffspecError
+from ..errors import ConstraintError, NumericalError, OffspecError
 from ..model.exactness import reason_of
 from ..model.memory.request_caches import RequestCaches
+from ..model.pass_rows import TextRows
 from ..model.row_logits import RowLogits
 from ..planning.out_of_memory import out_of_memory_message, retry_out_of_memory
 from .checked_request import CheckedRequest
@@ -21,11 +28,17 @@ from .logprob_report import LogprobReport
 from .models import Models
 from .pass_counter import PassCounter
 from .steps import Step, StepMaker
-from .text_drafting import TEXT_ERRORS, TextDrafting
+
+T = TypeVar("T")
+TEXT_ERRORS = (NumericalError, ConstraintError)  # end their text; other errors of a pass end all texts in it
 
 
 class Request:
-    """A running request. `text` is the prompt and all emitted tokens; the caches hold all of it but the last token."""
+    """A running request. `text` is the prompt and all emitted tokens; the caches hold all of it but the last token.
+
+    chain, tree: the rows of the next pass. is_prefilling: the pass scores a part of a prompt, and has no tree. fault:
+    of a constraint while drafting, which ends the text.
+    """
 
     def __init__(
         self, models: Models, checked: CheckedRequest, caches: RequestCaches, shared: SharedPass | None = None
@@ -42,11 +55,14 @@ class Request:
         self.kv = KVReservation(models, caches, checked.speculation, longest, is_shared=shared is not None)
         self._counter = PassCounter(models.loaded, checked, self.draft_stats.costs.target)
         self.stats = self._counter.stats
-        self.drafting = TextDrafting(models, self._counter, checked.constraint)
+        self.drafter: Drafter = NoDrafter()
+        self.chain, self.tree = list[int](), TokenTree.empty()
+        self.is_prefilling = False
+        self.fault: OffspecError | None = None
         self._logprobs, self._steps = LogprobReport(sampling, len(prompt)), StepMaker(models, checked)
         with models.turn:
             self.stats.num_prefilled_tokens = retry_out_of_memory(lambda: self._begin(prompt), self._make_room)
-        self.stats.is_lossy = self.drafting.drafter.is_lossy
+        self.stats.is_lossy = self.drafter.is_lossy
         self.stats.inexact_reason = reason_of(target)
         self._listen = models.draft.new_listener()
 
@@ -75,13 +91,18 @@ class Request:
             index=models.index,
             prompt=text,
         )
-        self.drafting.drafter = models.draft.drafter(task, self.draft_stats)
+        self.drafter = models.draft.drafter(task, self.draft_stats)
         return num_prefilled
 
     @property
     def num_unscored(self) -> int:
         """Tokens of the text that the target has not scored yet: the last one, and those of a prompt."""
         return len(self.text) - self.target.length
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the pass."""
+        return len(self.chain) + len(self.tree)
 
     def pause(self) -> None:
         """Free the target's KV entries. `resume` must come before the next pass."""
@@ -100,23 +121,62 @@ class Request:
         """After device memory ran out, drop the text's KV cache and reload the target. message: torch's error."""
         self.models.loaded.make_room(message, self.pause)
 
-    # ---------------------------------------------------------------------------------------- passes
+    # ---------------------------------------------------------------------------------------- before a pass
 
     def draft(self, num_chain: int) -> Drafting[FloatArray | None]:
-        """`TextDrafting.draft` for a pass that scores `num_chain` of the unscored tokens."""
+        """Draft for a pass that scores `num_chain` of the unscored tokens.
+
+        The result is the probabilities of candidates that compete with other texts' for the pass, descending; None if
+        the size of the tree does not depend on them.
+        """
+        text, num_scored = self.text, self.target.length
+        self.chain, self.tree = text[num_scored : num_scored + num_chain], TokenTree.empty()
+        self.is_prefilling = num_scored + num_chain < len(text)
+        if self.is_prefilling:
+            return None
         max_depth = self.checked.sampling.max_new_tokens - self.stats.num_tokens - 1
-        return self.drafting.draft(self.text, self.target.length, num_chain, max_depth)
+        return (yield from self._catching(self.drafter.prepare(text, max_depth)))
+
+    def send(self, num_nodes: int | None) -> TextRows:
+        """The rows of the pass. num_nodes: of the candidates; None: as many as the drafter wants."""
+        if not self.is_prefilling and self.fault is None:
+            self.tree = self.drafter.send(num_nodes)
+        return TextRows(self.chain, self.tree.tokens, self.tree.depths, self.tree.parents)
+
+    # ---------------------------------------------------------------------------------------- during a pass
+
+    @property
+    def prepares_masks(self) -> bool:
+        """Whether to compute a constraint's masks during the pass: on a GPU, or while layers are read."""
+        constraint = self.checked.constraint
+        has_time = kind_of(self.models.device).has_own_memory or self._counter.bytes_streamed > 0
+        if constraint is None or not has_time or self.is_prefilling:
+            return False
+        return not constraint.is_idle(self.tree.tokens)
+
+    def prepare_masks(self, is_over: Callable[[], bool]) -> None:
+        """Compute the masks that the walk may need, until `is_over`."""
+        assert self.checked.constraint is not None
+        try:
+            prepare_masks(self.checked.constraint, self.tree, is_over)
+        except TEXT_ERRORS as exc:
+            self.fault = exc
+
+    def extending(self, is_over: Callable[[], bool]) -> Drafting[None]:
+        """Draft during the pass until `is_over`, in rounds that texts share."""
+        yield from self._catching(self.drafter.extending(is_over))
+
+    # ---------------------------------------------------------------------------------------- after a pass
 
     def verdict(self, rows: RowLogits) -> Verdict | OffspecError | None:
         """The verdict on the tree; None after a part of a prompt."""
-        drafting = self.drafting
-        if drafting.fault is not None:
-            return drafting.fault
+        if self.fault is not None:
+            return self.fault
         try:
             verdict = None
-            if not drafting.is_prefilling:
-                verdict = drafting.drafter.walk(drafting.tree, rows, self.sampler, len(self.text))
-            self._logprobs.take(rows, verdict, self.text, self.target.length, len(drafting.chain))
+            if not self.is_prefilling:
+                verdict = self.drafter.walk(self.tree, rows, self.sampler, len(self.text))
+            self._logprobs.take(rows, verdict, self.text, self.target.length, len(self.chain))
         except TEXT_ERRORS as exc:
             return exc
         return verdict
@@ -129,8 +189,8 @@ class Request:
         message = ""
         try:
             self.target.keep(verdict.path)
-            done = TargetPass(self.text, self.drafting.tree, verdict, rows, rows)
-            self.drafting.drafter.observe(done)
+            done = TargetPass(self.text, self.tree, verdict, rows, rows)
+            self.drafter.observe(done)
             self._listen(done)
         except RuntimeError as exc:
             if (lack_of_memory := out_of_memory_message(exc)) is None:
@@ -143,14 +203,32 @@ class Request:
     def count(self, draft_s: float, target_s: float, total_s: float) -> None:
         """Record a pass: seconds of drafting, of the pass with its verdicts, and of everything."""
         self._counter.count(draft_s, target_s, total_s)
-        if not self.drafting.is_prefilling:
-            self._counter.count_tree(len(self.drafting.tree), self.drafting.drafter)
+        if not self.is_prefilling:
+            self._counter.count_tree(len(self.tree), self.drafter)
 
     def observe(self, verdict: Verdict) -> None:
         """Call the request's observer, if it has one."""
         if self.checked.observer is not None:
-            self.checked.observer(self.drafting.tree, verdict)
+            self.checked.observer(self.tree, verdict)
 
     def step(self, verdict: Verdict) -> Step:
         """The step of a verdict, after `commit`: its tokens up to the end of the answer."""
         return self._steps.step(verdict, self.text, self.stats, self._logprobs)
+
+    # ---------------------------------------------------------------------------------------- errors
+
+    def _catching(self, drafting: Drafting[T]) -> Drafting[T | None]:
+        """`drafting`, whose errors do not end other texts' drafting.
+
+        A constraint's becomes this text's `fault`. After a draft's, the rest is decoded plainly: it changes no text.
+        """
+        try:
+            return (yield from drafting)
+        except ConstraintError as exc:
+            self.fault = exc
+        except NumericalError as exc:
+            self.drafter = NoDrafter()
+            self.stats.draft_fault = str(exc)
+            text = f"a text was decoded without the draft from some pass on, which changes no text ({exc})"
+            self.models.loaded.note_once(Note(text, advice=True))
+        return None

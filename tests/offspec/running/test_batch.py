@@ -393,8 +393,8 @@ def test_a_text_whose_draft_fails_goes_on_without_it(pair: Pair, part: str, monk
         good, bad = (watched.add(prompt, SAMPLING[0], SpeculationParams(8)) for prompt in PROMPTS[:2])
         watched.step()
         assert bad.request is not None
-        monkeypatch.setattr(bad.request.drafting.drafter, part, fail)
-        monkeypatch.setattr(type(bad.request.drafting.drafter), "wants_overlap", True)
+        monkeypatch.setattr(bad.request.drafter, part, fail)
+        monkeypatch.setattr(type(bad.request.drafter), "wants_overlap", True)
         watched.finish()
         for ticket, prompt in ((good, PROMPTS[0]), (bad, PROMPTS[1])):
             assert watched.ids(ticket) == plain(engine, prompt, SAMPLING[0])
@@ -410,7 +410,7 @@ def test_no_token_is_lost_when_memory_runs_out_after_a_verdict(pair: Pair, monke
         watched.step()
         middle = tickets[1].request
         assert middle is not None
-        monkeypatch.setattr(middle.drafting.drafter, "observe", _out_of_memory)
+        monkeypatch.setattr(middle.drafter, "observe", _out_of_memory)
         watched.finish()
         assert [watched.ids(ticket) for ticket in tickets] == [
             plain(engine, prompt, SAMPLING[0]) for prompt in PROMPTS[:3]
