@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Generator, Sequence
+from collections import Counter, abc, deque
+from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
@@ -18,14 +18,16 @@ from .reasoning import reader_of, thinking_first
 from .terminal import as_shown
 
 if TYPE_CHECKING:
-    from offspec import Engine, Prompt, SamplingParams, Step, Ticket
+    from offspec import Engine, Prompt, SamplingParams, Sequence, Step
     from offspec.text.tokenizer import Tokenizer
 
 INTERRUPTED = "interrupted"  # the finish_reason of a text that Ctrl-C stopped
 ToPrompt = Callable[["Tokenizer", str | Turns | TokenIds], "Prompt"]
 
 
-def answer_of(engine: Engine, prompt_ids: Sequence[int], steps: Sequence[Step], params: SamplingParams) -> Answer:
+def answer_of(
+    engine: Engine, prompt_ids: abc.Sequence[int], steps: abc.Sequence[Step], params: SamplingParams
+) -> Answer:
     """The answer of a request that has ended. Under a constraint, the thinking before it is apart."""
     last, looked_up, text = steps[-1], _looked_up(steps), "".join(step.text for step in steps)
     thought, reader = "", reader_of(engine, prompt_ids, params)
@@ -45,7 +47,7 @@ def answer_of(engine: Engine, prompt_ids: Sequence[int], steps: Sequence[Step], 
     }
 
 
-def _looked_up(steps: Sequence[Step]) -> list[dict[str, object]]:
+def _looked_up(steps: abc.Sequence[Step]) -> list[dict[str, object]]:
     """Accepted tokens that files for lookup have: the place of the first in the answer, their number, file, offset."""
     lookups, first = list[dict[str, object]](), 0
     for step in steps:
@@ -74,39 +76,39 @@ class SharedAnswers:
         self._seconds = 0.0
         self._num_running = 0
 
-    def answers(self, prompts: Sequence[Asked]) -> Generator[tuple[int, Answer | OffspecError], None, None]:
+    def answers(self, prompts: abc.Sequence[Asked]) -> Generator[tuple[int, Answer | OffspecError], None, None]:
         """Yields the place of each prompt in the list, and its answer or error, in the order in which texts end."""
         return self._answers(self._load(), prompts)
 
     def _answers(
-        self, engine: Engine, prompts: Sequence[Asked]
+        self, engine: Engine, prompts: abc.Sequence[Asked]
     ) -> Generator[tuple[int, Answer | OffspecError], None, None]:
         from offspec import Batch
 
         began = time.perf_counter()
         with closing(Batch(engine.models, self._max_texts)) as batch:
-            places: dict[Ticket, tuple[int, SamplingParams]] = {}
-            steps: dict[Ticket, list[Step]] = {}
+            places: dict[Sequence, tuple[int, SamplingParams]] = {}
+            steps: dict[Sequence, list[Step]] = {}
             for place, (prompt, params) in enumerate(prompts):
                 try:
                     prompt_tokens = self._to_prompt(engine.tokenizer, prompt)
                     params = thinking_first(params, prompt_tokens)
-                    ticket = batch.add(engine.check_request(prompt_tokens, params, self._speculation))
+                    sequence = batch.add(engine.check_request(prompt_tokens, params, self._speculation))
                 except OffspecError as exc:
                     yield place, exc
                 else:
-                    places[ticket], steps[ticket] = (place, params), []
+                    places[sequence], steps[sequence] = (place, params), []
             while not batch.is_idle:
-                for ticket, outcome in batch.step():
+                for sequence, outcome in batch.step():
                     self._num_running, self._seconds = batch.num_running, time.perf_counter() - began
                     if isinstance(outcome, OffspecError):
-                        yield places[ticket][0], outcome
+                        yield places[sequence][0], outcome
                         continue
-                    steps[ticket].append(outcome)
+                    steps[sequence].append(outcome)
                     if outcome.finish_reason is not None:
                         self._ends.append(outcome)
-                        place, params = places[ticket]
-                        yield place, answer_of(engine, ticket.checked.prompt, steps.pop(ticket), params)
+                        place, params = places[sequence]
+                        yield place, answer_of(engine, sequence.prompt, steps.pop(sequence), params)
 
     def progress(self) -> str:
         """How many texts are under way, for a progress line."""
@@ -147,7 +149,7 @@ class Printer:
             self._index, self._shown = self._index + 1, ""
 
 
-def describe_answers(ends: Sequence[Step], seconds: float) -> str:
+def describe_answers(ends: abc.Sequence[Step], seconds: float) -> str:
     """The statistics of several answers to one prompt as text. ends: their last steps. seconds: of all together."""
     stats = [last.stats for last in ends]
     return (
@@ -157,7 +159,7 @@ def describe_answers(ends: Sequence[Step], seconds: float) -> str:
     )
 
 
-def totals(head: str, ends: Sequence[Step], seconds: float, rate_is: str, each: str) -> str:
+def totals(head: str, ends: abc.Sequence[Step], seconds: float, rate_is: str, each: str) -> str:
     """The tokens and passes of several texts. ends: their last steps. rate_is, each: what the figures are of."""
     stats = [last.stats for last in ends]
     num_tokens, num_passes = sum(s.num_tokens for s in stats), sum(s.num_passes for s in stats)

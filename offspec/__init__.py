@@ -34,8 +34,8 @@ _HOMES = {
     "MODEL_NAMES": "offspec.named_models",
     "Prompt": "offspec.text.prompt",
     "PromptCache": "offspec.prompt_cache",
+    "Sequence": "offspec.running.sequence",
     "Session": "offspec.session",
-    "Ticket": "offspec.running.batch",
     "Turn": "offspec.session",
     "memory_error": "offspec.planning.system_memory",
     "Engine": "offspec.engine",
@@ -92,11 +92,11 @@ __all__ = [
     "PromptCache",
     "SamplingParams",
     "Scoring",
+    "Sequence",
     "Session",
     "SpeculationParams",
     "Stats",
     "Step",
-    "Ticket",
     "TokenLogprob",
     "Turn",
     "__version__",
@@ -143,7 +143,8 @@ if TYPE_CHECKING:
     from .planning.plan import DEFAULT_CONTEXT
     from .planning.system_memory import memory_error
     from .prompt_cache import PromptCache
-    from .running.batch import Batch, Ticket
+    from .running.batch import Batch
+    from .running.sequence import Sequence
     from .running.steps import Step
     from .session import Session, Turn
     from .stats import Stats

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections import abc
+from collections.abc import Generator, Mapping
 from contextlib import closing
 from dataclasses import replace
 from threading import RLock
@@ -30,11 +31,10 @@ from .model.decoder import Decoder
 from .model.exactness import reason_of
 from .model.memory.request_caches import RequestCaches
 from .planning.plan import Plan
-from .running.batch import Batch, Ticket
-from .running.checked_request import CheckedRequest, Observer
+from .running.batch import Batch
 from .running.models import Models
 from .running.passes import run_alone
-from .running.request import Request
+from .running.sequence import Observer, Sequence
 from .running.several_answers import params_of_each
 from .running.steps import Step
 from .stats import Stats
@@ -223,7 +223,8 @@ class Engine:
         caches = caches or self.new_caches()
         with self.turn:  # if two threads use the same caches, one gets UsageError
             caches.user.check_free()
-            return caches.user.begin(run_alone(Request(self.models, checked, caches)))
+            checked.begin(caches)
+            return caches.user.begin(run_alone(checked))
 
     def check_request(
         self,
@@ -231,7 +232,7 @@ class Engine:
         params: SamplingParams | None = None,
         speculation: SpeculationParams | None = None,
         observer: Observer | None = None,
-    ) -> CheckedRequest:
+    ) -> Sequence:
         """A request that can run, for `Batch.add`. Raises those errors of `generate` that come at once."""
         began = time.perf_counter()
         self.loaded.check()
@@ -252,12 +253,12 @@ class Engine:
         constraint = None
         if params.constraint is not None:
             constraint = self.compile_constraint(params.constraint, text, gives_forced=speculation.forced)
-        return CheckedRequest(text, params, seed, speculation, observer, began, constraint)
+        return Sequence(self.models, text, params, seed, speculation, observer, began, constraint)
 
     def generate_many(
         self,
-        prompts: Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: abc.Sequence[Prompt],
+        params: SamplingParams | abc.Sequence[SamplingParams] | None = None,
         speculation: SpeculationParams | None = None,
         *,
         max_texts: int | None = None,
@@ -295,7 +296,7 @@ class Engine:
         return self.generate_many([checked.prompt] * num_answers, each, speculation, max_texts=max_texts)
 
     def compile_constraint(
-        self, constraint: Constraint, prompt: Sequence[int] = (), *, gives_forced: bool = True
+        self, constraint: Constraint, prompt: abc.Sequence[int] = (), *, gives_forced: bool = True
     ) -> TokenConstraint:
         """The constraint on the tokens of one answer to a prompt. Raises the errors of `ConstraintCompiler.compile`."""
         return self.constraints.compile(constraint, prompt, gives_forced=gives_forced)
@@ -338,10 +339,10 @@ class Engine:
         return self.draft_stats.calibration.sharpness(greedy=greedy).value
 
 
-def _steps_of(batch: Batch, indices: Mapping[Ticket, int]) -> Generator[tuple[int, Step], None, None]:
+def _steps_of(batch: Batch, indices: Mapping[Sequence, int]) -> Generator[tuple[int, Step], None, None]:
     with closing(batch):
         while not batch.is_idle:
-            for ticket, outcome in batch.step():
+            for sequence, outcome in batch.step():
                 if isinstance(outcome, OffspecError):
                     raise outcome
-                yield indices[ticket], outcome
+                yield indices[sequence], outcome

@@ -6,7 +6,8 @@ damaged file, or without one, the prompt is scored as usual; the text is the sam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections import abc
+from collections.abc import Callable, Generator
 from contextlib import closing
 from functools import cached_property
 from pathlib import Path
@@ -31,9 +32,8 @@ from .errors import CheckpointError, StorageError, UsageError
 from .model.memory.request_caches import RequestCaches
 from .model.memory.sequence_cache import SequenceCache
 from .model.memory.text_pool import WORTHWHILE, has_all_entries, num_common, own_cache
-from .running.checked_request import CheckedRequest
 from .running.passes import run_alone
-from .running.request import Request
+from .running.sequence import Sequence
 from .running.steps import Step
 from .text.prompt import Prompt
 
@@ -71,14 +71,15 @@ class PromptCache:
         """
         return self._run(self._engine.check_request(prompt, params, speculation))
 
-    def _run(self, checked: CheckedRequest) -> Generator[Step, None, None]:
-        engine, text = self._engine, checked.prompt
-        num_nodes = tree_room(checked.speculation, kind_of(engine.target.device).useful_rows)
-        caches = engine.new_caches(len(text) + checked.sampling.max_new_tokens, num_nodes)
+    def _run(self, sequence: Sequence) -> Generator[Step, None, None]:
+        engine, text = self._engine, sequence.prompt
+        num_nodes = tree_room(sequence.speculation, kind_of(engine.target.device).useful_rows)
+        caches = engine.new_caches(len(text) + sequence.sampling.max_new_tokens, num_nodes)
         engine.loaded.make_kv_room(caches.target.cache, caches.target.cache.capacity)
         num_in_file = self.read(caches, text)
         with engine.turn:
-            steps = caches.user.begin(run_alone(Request(engine.models, checked, caches)))
+            sequence.begin(caches)
+            steps = caches.user.begin(run_alone(sequence))
         with closing(steps):
             step, message = next(steps), None
             try:
@@ -90,7 +91,7 @@ class PromptCache:
         if message is not None:
             self._notify(message)  # not in the middle of the text
 
-    def read(self, caches: RequestCaches, text: Sequence[int]) -> int:
+    def read(self, caches: RequestCaches, text: abc.Sequence[int]) -> int:
         """Begin `caches` with the longest beginning of `text` in the file; returns its number of tokens, or 0."""
         if not self.path.exists():
             return 0
@@ -100,7 +101,7 @@ class PromptCache:
             self._notify(f"{exc}; it is ignored")
             return 0
 
-    def _read(self, caches: RequestCaches, text: Sequence[int]) -> int:
+    def _read(self, caches: RequestCaches, text: abc.Sequence[int]) -> int:
         engine, kept = self._engine, self._caches(caches)
         file = KVFile.open(self.path, engine.max_context, engine.target.config.vocab_size)
         if TARGET not in file.owners:

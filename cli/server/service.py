@@ -6,8 +6,8 @@ import asyncio
 import logging
 import secrets
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections import OrderedDict, abc
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -19,9 +19,9 @@ from offspec import Constraint, Engine, Message, SamplingParams, SpeculationPara
 from offspec.errors import ConstraintError, ContextLengthError, OffspecError, UsageError
 from offspec.model.memory.text_pool import TextPool
 from offspec.planning.parked_texts import parked_bytes
-from offspec.running.batch import Batch, Ticket
-from offspec.running.checked_request import CheckedRequest
+from offspec.running.batch import Batch
 from offspec.running.pass_report import LastPass
+from offspec.running.sequence import Sequence
 from offspec.running.several_answers import params_of_each
 from offspec.running.steps import Step
 from offspec.session import Turn, encode_turns, turns_of
@@ -66,11 +66,11 @@ class StoppingError(OffspecError):
 
 @dataclass(eq=False)
 class RequestedAnswer:
-    """One answer of a request. ticket: its place in the batch. number: of the server's answers, for its log."""
+    """One answer of a request. number: of the server's answers, for its log."""
 
     work: ServerRequest
     index: int
-    ticket: Ticket
+    sequence: Sequence
     number: int
     asked_s: float
     last_pass: LastPass
@@ -178,7 +178,7 @@ class Service:
         self._reply_tokens, self._texts = ReplyTokens(), TokenTexts(engine.tokenizer)
         self._looser = OrderedDict[Constraint, Constraint | None]()  # in place of those that do not compile
         self._changed = Condition()  # its lock guards the next four
-        self._open, self._left = dict[Ticket, RequestedAnswer](), list[RequestedAnswer]()
+        self._open, self._left = dict[Sequence, RequestedAnswer](), list[RequestedAnswer]()
         self._num_encoding, self._is_stopping = 0, False
         self._encoder, self._constraints = TurnsExecutor("offspec-encode"), ConstraintQueue(engine.constraints)
         self._thread = Thread(target=self._run, name=SERVE_THREAD, daemon=True)
@@ -263,11 +263,10 @@ class Service:
         with self._changed:
             if self._is_stopping:
                 raise StoppingError
-            for index, request in enumerate(chain.from_iterable(checked)):
-                ticket = self._batch.add(request, client)
-                assert isinstance(request.observer, LastPass)
-                job = RequestedAnswer(work, index, ticket, next(self._numbers), asked_s, request.observer)
-                self._open[ticket] = job
+            for index, sequence in enumerate(chain.from_iterable(checked)):
+                assert isinstance(sequence.observer, LastPass)
+                job = RequestedAnswer(work, index, sequence, next(self._numbers), asked_s, sequence.observer)
+                self._open[self._batch.add(sequence, client)] = job
                 work.jobs.append(job)
             self._changed.notify()
         return work
@@ -298,7 +297,7 @@ class Service:
         """Nobody reads the answers any more. Those under way end before the next pass."""
         with self._changed:
             for job in [job for job in work.jobs if job.is_open]:
-                if self._batch.cancel(job.ticket):
+                if self._batch.cancel(job.sequence):
                     self._close(job, "left")
                 else:
                     self._left.append(job)
@@ -322,7 +321,7 @@ class Service:
 
     async def _prepare(
         self, completion: CompletionRequest, client: str
-    ) -> tuple[CompletionRequest, list[list[CheckedRequest]]]:
+    ) -> tuple[CompletionRequest, list[list[Sequence]]]:
         """The request as it can be answered, and the answers of each of its prompts, checked."""
         self._speculation.check_sampling(completion.params)
         self.engine.check_sampling(completion.params)
@@ -337,13 +336,14 @@ class Service:
         starts = [] if constraint is None else await self._constraints.compile(constraint, prompts[0], client)
         return completion, await self._constraints.run(starts, client, partial(self._checked, completion, prompts))
 
-    def _checked(self, completion: CompletionRequest, prompts: Sequence[list[int]]) -> list[list[CheckedRequest]]:
+    def _checked(self, completion: CompletionRequest, prompts: abc.Sequence[list[int]]) -> list[list[Sequence]]:
         """The answers of each prompt."""
         ends = frozenset[int]() if completion.infill is None else InfillTokens.of(self.engine.tokenizer).ends
 
-        def check(prompt: list[int], params: SamplingParams) -> CheckedRequest:
-            checked = self.engine.check_request(prompt, params, self._speculation, LastPass())
-            return replace(checked, prompt=prompt, ends=ends, continues=completion.continues)  # one list for all
+        def check(prompt: list[int], params: SamplingParams) -> Sequence:
+            sequence = self.engine.check_request(prompt, params, self._speculation, LastPass())
+            sequence.prompt, sequence.ends, sequence.continues = prompt, ends, completion.continues  # one list for all
+            return sequence
 
         return [[check(prompt, params) for params in _params(completion)] for prompt in prompts]
 
@@ -378,7 +378,7 @@ class Service:
     def _encode_chat(self, completion: CompletionRequest, client: str) -> list[int]:
         """A chat's token ids. The client's replies keep their original ones, because the KV caches contain these."""
         messages, tokenizer, limit = (
-            cast(Sequence[Message], completion.prompt),
+            cast(abc.Sequence[Message], completion.prompt),
             self.engine.tokenizer,
             self.engine.context_limit,
         )
@@ -399,7 +399,7 @@ class Service:
         """
         if not completion.continues or not completion.is_plain_chat:
             return []
-        messages = cast(Sequence[Message], completion.prompt)
+        messages = cast(abc.Sequence[Message], completion.prompt)
         ids, text = self._reply_tokens.of(client, messages)[-1], messages[-1]["content"]
         wholes = (ids[: len(ids) - num_cut] for num_cut in range(min(len(ids), MOST_CUT + 1)))
         return next((whole for whole in wholes if self.engine.tokenizer.decode(whole) == text), [])
@@ -433,14 +433,14 @@ class Service:
             self._changed.wait_for(lambda: self._is_stopping or self._left or not self._batch.is_idle)
             return not self._is_stopping
 
-    def _begin(self, ticket: Ticket) -> None:
+    def _begin(self, sequence: Sequence) -> None:
         """An answer's first pass is the next. Its clock begins: its seconds in the queue are another figure."""
-        ticket.checked = replace(ticket.checked, began=time.perf_counter())
+        sequence.began = time.perf_counter()
         with self._changed:
-            if (job := self._open.get(ticket)) is None:
+            if (job := self._open.get(sequence)) is None:
                 return
             job.began_s = job.told_s = self._clock()
-        self.notify(first_line(job.name, len(ticket.checked.prompt), job.times(job.began_s)))
+        self.notify(first_line(job.name, len(sequence.prompt), job.times(job.began_s)))
 
     def _step(self) -> None:
         try:
@@ -450,12 +450,12 @@ class Service:
             with self._changed:
                 begun = [job for job in self._open.values() if job.began_s is not None]
             for job in begun:
-                self._batch.cancel(job.ticket)
+                self._batch.cancel(job.sequence)
                 self._fail(job, exc)
             self._check_engine()
             return
-        for ticket, result in results:
-            answer = self._open.get(ticket)
+        for sequence, result in results:
+            answer = self._open.get(sequence)
             if answer is None:
                 continue  # its client has left, or the server stops
             if isinstance(result, Step):
@@ -524,7 +524,7 @@ class Service:
             if not job.is_open:
                 return
             job.is_open = False
-            del self._open[job.ticket]
+            del self._open[job.sequence]
         times = job.times(self._clock())
         self.metrics.ended(outcome, job.reply.stats, times)
         self.notify(log_line(job.name, outcome, job.reply.stats, times))
@@ -534,7 +534,7 @@ class Service:
         completion, reply = job.work.completion, job.reply
         if not completion.is_plain_chat:
             return
-        messages, text, ids = cast(Sequence[Message], completion.prompt), reply.reply, reply.token_ids
+        messages, text, ids = cast(abc.Sequence[Message], completion.prompt), reply.reply, reply.token_ids
         if completion.continues:
             begun = self._begun_ids(completion, job.work.client)
             *messages, last = messages

@@ -13,20 +13,18 @@ from offspec.scheduler.pace.costs import CostCurve
 
 from ..loaded_target import LoadedTarget
 from ..stats import Stats, peak_host_bytes
-from .checked_request import CheckedRequest
 
 SHORT_REST = 8  # passes without a draft after which statistics tell of them
 
 
 class PassCounter:
-    """Writes the statistics of one request, all but those of its answer's tokens."""
+    """Writes the statistics of one text, all but those of its answer's tokens."""
 
-    def __init__(self, loaded: LoadedTarget, checked: CheckedRequest, pass_s: CostCurve) -> None:
-        """pass_s: seconds of the target's passes by number of rows."""
-        self._loaded, self._began, self._bytes_before = loaded, checked.began, loaded.bytes_streamed
+    def __init__(self, loaded: LoadedTarget, stats: Stats, began: float, pass_s: CostCurve) -> None:
+        """began: the start time, by `perf_counter`. pass_s: seconds of the target's passes by number of rows."""
+        self._loaded, self.stats, self._began, self._bytes_before = loaded, stats, began, loaded.bytes_streamed
         self._pass_s, self._speedup = pass_s, loaded.plain_speedup_without_draft()
         self._resting_since: int | None = None  # the number of a pass
-        self.stats = Stats(num_prompt_tokens=len(checked.prompt), seed=checked.seed)
 
     @property
     def bytes_streamed(self) -> int:

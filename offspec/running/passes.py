@@ -8,7 +8,7 @@ of more than PASS_ROWS tokens takes several passes, the last of which has the tr
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -30,7 +30,7 @@ from ..model.decoder import score_together
 from ..model.pass_rows import PASS_ROWS, TextRows
 from ..model.row_logits import RowLogits
 from ..planning.out_of_memory import retry_out_of_memory
-from .request import Request
+from .sequence import Sequence
 from .steps import Step
 
 # Rows of prompts in a pass that texts past their prompts share: a long prompt may not delay them long. At most
@@ -40,54 +40,54 @@ FEWEST_PREFILL_ROWS = 16
 MEASURED = 0.02  # weight of measured passes from which on they count as measured
 
 
-def run_alone(request: Request) -> Generator[Step, None, None]:
-    """One step per pass of the request's own, until its text ends."""
-    models = request.models
-    alone = SharedPass(request.draft_stats.costs, kind_of(models.device).useful_rows)
+def run_alone(sequence: Sequence) -> Generator[Step, None, None]:
+    """One step per pass of the text's own, until it ends."""
+    models = sequence.models
+    alone = SharedPass(sequence.draft_stats.costs, kind_of(models.device).useful_rows)
     while True:
         with models.turn:
             models.loaded.check()
-            (verdict,) = run_pass([request], alone, request.begin_again)
+            (verdict,) = run_pass([sequence], alone, sequence.begin_again)
         if isinstance(verdict, OffspecError):
             raise verdict
         if verdict is None:  # a part of a long prompt
             continue
-        step = request.step(verdict)
+        step = sequence.step(verdict)
         yield step
         if step.finish_reason:
             return
 
 
 def run_pass(
-    requests: Sequence[Request], shared: SharedPass, begin_again: Callable[[str], None]
+    sequences: list[Sequence], shared: SharedPass, begin_again: Callable[[str], None]
 ) -> list[Verdict | OffspecError | None]:
-    """One pass of the target over the texts of these requests: propose, score, verify, commit, observe.
+    """One pass of the target over these texts: propose, score, verify, commit, observe.
 
-    Returns each request's verdict: None after a part of its prompt, an error if logits are not finite or its constraint
+    Returns each one's verdict: None after a part of its prompt, an error if logits are not finite or its constraint
     allows no token. Each text is the same as in passes of its own, whatever else shares the pass. begin_again: called
-    with torch's message after device memory ran out; it frees some, and starts all requests again from their texts.
+    with torch's message after device memory ran out; it frees some, and starts all texts again.
     """
     started = time.perf_counter()
-    passed = retry_out_of_memory(lambda: _score(requests, shared), begin_again)
+    passed = retry_out_of_memory(lambda: _score(sequences, shared), begin_again)
     verdicts = passed.verdicts
     if not passed.logits:
         return verdicts
-    of_all = zip(requests, verdicts, passed.logits, strict=True)
-    messages = [request.commit(verdict, logits) for request, verdict, logits in of_all if isinstance(verdict, Verdict)]
+    of_all = zip(sequences, verdicts, passed.logits, strict=True)
+    messages = [each.commit(verdict, logits) for each, verdict, logits in of_all if isinstance(verdict, Verdict)]
     if any(messages):
         begin_again(max(messages))
-    num_rows = sum(request.num_rows for request in requests)
-    num_tokens = max(len(request.text) for request in requests)
-    requests[0].models.loaded.observe_pass(num_rows, num_tokens, passed.target_s)
+    num_rows = sum(sequence.num_rows for sequence in sequences)
+    num_tokens = max(len(sequence.text) for sequence in sequences)
+    sequences[0].models.loaded.observe_pass(num_rows, num_tokens, passed.target_s)
     ended = time.perf_counter()
-    for request in requests:
-        request.count(passed.drafted_s, passed.target_s, ended - started)
+    for sequence in sequences:
+        sequence.count(passed.drafted_s, passed.target_s, ended - started)
     good = [verdict for verdict in verdicts if isinstance(verdict, Verdict)]
     if shared.is_shared:
         shared.end(passed.num_nodes, sum(len(verdict.tokens) for verdict in good), passed.target_s, ended - started)
-    for request, verdict in zip(requests, verdicts, strict=True):
+    for sequence, verdict in zip(sequences, verdicts, strict=True):
         if isinstance(verdict, Verdict):
-            request.observe(verdict)
+            sequence.observe(verdict)
     return verdicts
 
 
@@ -102,44 +102,44 @@ class ScoredPass:
     target_s: float
 
 
-def _score(requests: Sequence[Request], shared: SharedPass) -> ScoredPass:
+def _score(sequences: list[Sequence], shared: SharedPass) -> ScoredPass:
     """Propose, score and verify. If drafting failed for all texts, there is no pass."""
     started = time.perf_counter()
     with span("draft"):
-        rows = _propose(requests, shared)
+        rows = _propose(sequences, shared)
     drafted = time.perf_counter()
-    if all(request.fault is not None for request in requests):
-        return ScoredPass([request.fault for request in requests], [], 0, drafted - started, 0.0)
-    with span("pass"), _drafting_ahead(requests, shared):
-        texts = [(request.target, text_rows) for request, text_rows in zip(requests, rows, strict=True)]
-        logits = score_together(texts, requests[0].models.draft.target_layers)
-        requests[0].target.synchronize()
+    if all(sequence.fault is not None for sequence in sequences):
+        return ScoredPass([sequence.fault for sequence in sequences], [], 0, drafted - started, 0.0)
+    with span("pass"), _drafting_ahead(sequences, shared):
+        texts = [(sequence.target, text_rows) for sequence, text_rows in zip(sequences, rows, strict=True)]
+        logits = score_together(texts, sequences[0].models.draft.target_layers)
+        sequences[0].target.synchronize()
     with span("walk"):
-        verdicts = [request.verdict(text_logits) for request, text_logits in zip(requests, logits, strict=True)]
+        verdicts = [sequence.verdict(text_logits) for sequence, text_logits in zip(sequences, logits, strict=True)]
     num_nodes = sum(len(text_rows.tokens) for text_rows in rows)
     return ScoredPass(verdicts, logits, num_nodes, drafted - started, time.perf_counter() - drafted)
 
 
-def _propose(requests: Sequence[Request], shared: SharedPass) -> list[TextRows]:
-    """Draft for all requests, and share the pass among their trees."""
+def _propose(sequences: list[Sequence], shared: SharedPass) -> list[TextRows]:
+    """Draft for all texts, and share the pass among their trees."""
     began = time.perf_counter()
-    num_beside = prefill_rows(requests[0].models.stats.costs.target, len(requests))
-    chains = _chains([request.num_unscored for request in requests], num_beside)
+    num_beside = prefill_rows(sequences[0].models.stats.costs.target, len(sequences))
+    chains = _chains([sequence.num_unscored for sequence in sequences], num_beside)
     shared.begin(chains)
-    draftings = [_drafting(request, num_chain, shared) for request, num_chain in zip(requests, chains, strict=True)]
+    draftings = [_drafting(sequence, num_chain, shared) for sequence, num_chain in zip(sequences, chains, strict=True)]
     drafted = run_together(draftings, SharedRounds(shared).score)
     if not shared.is_shared:
-        return [requests[0].send(None)]
+        return [sequences[0].send(None)]
     competing = [tree for tree in drafted if tree is not None]
     sizes = iter(shared.sizes(competing, time.perf_counter() - began))
     return [
-        request.send(None if tree is None else next(sizes)) for request, tree in zip(requests, drafted, strict=True)
+        sequence.send(None if tree is None else next(sizes)) for sequence, tree in zip(sequences, drafted, strict=True)
     ]
 
 
-def _drafting(request: Request, num_chain: int, shared: SharedPass) -> Drafting[FloatArray | None]:
+def _drafting(sequence: Sequence, num_chain: int, shared: SharedPass) -> Drafting[FloatArray | None]:
     shared.next_text()
-    return (yield from request.draft(num_chain))
+    return (yield from sequence.draft(num_chain))
 
 
 def prefill_rows(costs: CostCurve, num_texts: int) -> int:
@@ -166,7 +166,7 @@ def prefill_rows(costs: CostCurve, num_texts: int) -> int:
     return rows
 
 
-def _chains(unscored: Sequence[int], num_beside: int) -> list[int]:
+def _chains(unscored: list[int], num_beside: int) -> list[int]:
     """How many of its unscored tokens each text scores in the next pass: of all prompts PASS_ROWS or `num_beside`.
 
     num_beside: of prompts beside texts past theirs. Prompts have equal shares, and what shorter ones leave goes to
@@ -181,9 +181,9 @@ def _chains(unscored: Sequence[int], num_beside: int) -> list[int]:
     return chains
 
 
-def _drafting_ahead(requests: Sequence[Request], shared: SharedPass) -> AbstractContextManager[None]:
-    """Computes masks and drafts for these requests in the background, as far as their drafters want to."""
-    sound = [request for request in requests if request.fault is None]
+def _drafting_ahead(sequences: list[Sequence], shared: SharedPass) -> AbstractContextManager[None]:
+    """Computes masks and drafts for these texts in the background, as far as their drafters want to."""
+    sound = [sequence for sequence in sequences if sequence.fault is None]
     drafting = [text for text in sound if text.drafter.wants_overlap]
     constrained = [text for text in sound if text.prepares_masks]
     if not drafting and not constrained:
@@ -194,4 +194,4 @@ def _drafting_ahead(requests: Sequence[Request], shared: SharedPass) -> Abstract
             text.prepare_masks(is_over)
         run_together([text.extending(is_over) for text in drafting], SharedRounds(shared).score)
 
-    return in_background(work, requests[0].models.device)
+    return in_background(work, sequences[0].models.device)

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from offspec.scheduler.guessing.retrieval import MAX_MATCH
+from offspec.scheduler.params import SamplingParams
 from offspec.scheduler.trees.logprobs import TokenLogprob
 from offspec.scheduler.trees.verify import Verdict
 
 from ..stats import Stats
 from ..text.lookup_files import FileIndex, LookedUp
-from .checked_request import CheckedRequest
 from .logprob_report import LogprobReport
 from .models import Models
 
@@ -41,14 +41,16 @@ class Step:
 
 
 class StepMaker:
-    """Makes the steps of one request, in order. final: the tokens that end its text."""
+    """Makes the steps of one text, in order. final: the tokens that end it."""
 
-    def __init__(self, models: Models, checked: CheckedRequest) -> None:
-        sampling, tokenizer = checked.sampling, models.tokenizer
-        self.final = checked.ends | (frozenset() if sampling.ignore_eos else tokenizer.eos_ids)
+    def __init__(
+        self, models: Models, sampling: SamplingParams, ends: frozenset[int], continued: Sequence[int] = ()
+    ) -> None:
+        """ends: tokens that end the answer beside EOS. continued: tokens of a text that the answer continues."""
+        tokenizer = models.tokenizer
+        self.final = ends | (frozenset() if sampling.ignore_eos else tokenizer.eos_ids)
         self._index, self._limit = models.index, sampling.max_new_tokens
-        before = checked.prompt if checked.continues else ()
-        self._stream = tokenizer.stream(sampling.stop, skip_special_tokens=True, after=before)
+        self._stream = tokenizer.stream(sampling.stop, skip_special_tokens=True, after=continued)
 
     def step(self, verdict: Verdict, text: Sequence[int], stats: Stats, logprobs: LogprobReport) -> Step:
         """The step of a verdict: its tokens up to the end of the answer. text: the prompt and all tokens so far."""

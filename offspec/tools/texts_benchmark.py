@@ -18,7 +18,7 @@ from offspec.scheduler.params import SEED_LIMIT, SamplingParams, SpeculationPara
 from .. import builtin
 from ..engine import Engine
 from ..errors import OffspecError, UsageError
-from ..running.batch import Batch, Ticket
+from ..running.batch import Batch
 from ..text.prompt import Prompt
 from .benchmark import WORKLOADS, Figure, Workload
 
@@ -170,16 +170,16 @@ def answer_together(
     num_passes, began = 0, clock()
     with closing(Batch(engine.models, num_texts)) as batch:
         pairs = zip(prompts, params, strict=True)
-        texts: dict[Ticket, list[int]] = {batch.add(engine.check_request(*pair, speculation)): [] for pair in pairs}
+        texts = {batch.add(engine.check_request(*pair, speculation)): list[int]() for pair in pairs}
         rates = dict.fromkeys(texts, 0.0)
         while not batch.is_idle:
             outcomes = batch.step()
             num_passes += 1
-            for ticket, outcome in outcomes:
+            for sequence, outcome in outcomes:
                 if isinstance(outcome, OffspecError):
                     raise outcome
-                texts[ticket] += outcome.token_ids
+                texts[sequence] += outcome.token_ids
                 stats = outcome.stats  # without the time in which the text waited
-                rates[ticket] = stats.num_tokens / (stats.prefill_s + stats.decode_s)
+                rates[sequence] = stats.num_tokens / (stats.prefill_s + stats.decode_s)
     token_ids = tuple(map(tuple, texts.values()))
     return TextsRun(num_texts, token_ids, num_passes, clock() - began, tuple(rates.values()))

@@ -29,7 +29,7 @@ from offspec.cli.server.reply_tokens import ReplyTokens
 from offspec.cli.server.routes import StoppableServer, is_loopback
 from offspec.cli.server.service import Service
 from offspec.errors import NumericalError
-from offspec.running.batch import Batch, Ticket
+from offspec.running.batch import Batch
 from offspec.session import Turn, turns_of
 from offspec.text.tokenizer import Tokenizer
 
@@ -136,7 +136,7 @@ def test_a_conversation_keeps_the_tokens_of_its_replies() -> None:
 def test_a_client_that_leaves_ends_its_request(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, begin = Event(), Service._begin
 
-    def told(self: Service, ticket: Ticket) -> None:
+    def told(self: Service, ticket: Any) -> None:
         begun.set()
         begin(self, ticket)
 

@@ -14,7 +14,8 @@ from offspec.drafts import model_draft
 from offspec.errors import MemoryLimitError, OffspecError
 from offspec.model.memory.sequence_cache import SequenceCache
 from offspec.running import passes
-from offspec.running.batch import Batch, Ticket
+from offspec.running.batch import Batch
+from offspec.running.sequence import Sequence
 
 from ..assumed_rates import assumed_rates  # noqa: F401 (for this module)
 from ..offspec.planning.test_out_of_memory import Scarce
@@ -52,8 +53,8 @@ def expected(pair: Pair) -> list[list[int]]:
 
 def outcomes(engine: Engine, chance: random.Random) -> list[list[int] | OffspecError]:
     """Of all texts, some of which join in the middle: the tokens, or the error."""
-    found, tickets = dict[Ticket, list[int]](), list[Ticket]()
-    errors = dict[Ticket, OffspecError]()
+    found, tickets = dict[Sequence, list[int]](), list[Sequence]()
+    errors = dict[Sequence, OffspecError]()
     with closing(Batch(engine.models)) as batch:
         while len(tickets) < len(PROMPTS) or not batch.is_idle:
             if (number := len(tickets)) < len(PROMPTS) and (batch.is_idle or chance.random() < 0.6):

@@ -18,8 +18,8 @@ from offspec import Engine, SamplingParams
 from offspec.cli.server.metrics import BOUNDS_S, Metrics, Times, log_line, one_line, progress_line
 from offspec.cli.server.service import Service
 from offspec.errors import NumericalError
-from offspec.running.batch import Ticket
 from offspec.running.passes import run_pass
+from offspec.running.sequence import Sequence
 from offspec.stats import Stats
 
 from ...pair import Pair, variant
@@ -49,8 +49,8 @@ class Gate:
 def gate(monkeypatch: pytest.MonkeyPatch) -> Generator[Gate, None, None]:
     gate, begin = Gate(), Service._begin
 
-    def noted(self: Service, ticket: Ticket) -> None:
-        gate.prompts.append(ticket.checked.prompt)
+    def noted(self: Service, ticket: Sequence) -> None:
+        gate.prompts.append(ticket.prompt)
         begin(self, ticket)
 
     def held(*args: Any) -> Any:

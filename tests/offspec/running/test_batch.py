@@ -17,7 +17,8 @@ from offspec import Constraint, Engine, SamplingParams, SpeculationParams, Step
 from offspec.errors import NumericalError, OffspecError
 from offspec.model.memory.sequence_cache import SequenceCache
 from offspec.model.memory.text_pool import TextPool
-from offspec.running.batch import Batch, Ticket
+from offspec.running.batch import Batch
+from offspec.running.sequence import Sequence
 from offspec.scheduler.pace.shared_pass import SharedPass
 from offspec.text.grammar_constraint import SlowTime
 
@@ -93,13 +94,13 @@ class Watched:
     engine: Engine
     max_texts: int | None = None
     pool: TextPool | None = None
-    found: dict[Ticket, list[Step]] = field(default_factory=dict)
-    errors: dict[Ticket, OffspecError] = field(default_factory=dict)
+    found: dict[Sequence, list[Step]] = field(default_factory=dict)
+    errors: dict[Sequence, OffspecError] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.batch = Batch(self.engine.models, self.max_texts, self.pool)
 
-    def add(self, prompt: str, params: SamplingParams, speculation: SpeculationParams | None = None) -> Ticket:
+    def add(self, prompt: str, params: SamplingParams, speculation: SpeculationParams | None = None) -> Sequence:
         ticket = self.batch.add(self.engine.check_request(prompt, params, speculation))
         self.found[ticket] = []
         return ticket
@@ -118,7 +119,7 @@ class Watched:
             self.step()
         pytest.fail("the batch does not end")
 
-    def ids(self, ticket: Ticket) -> list[int]:
+    def ids(self, ticket: Sequence) -> list[int]:
         return [token for step in self.found[ticket] for token in step.token_ids]
 
 
@@ -165,8 +166,8 @@ def test_texts_do_not_depend_on_the_schedule(
     max_texts: int,
 ) -> None:
     watched = Watched(engines[draft], max_texts)
-    asked: dict[Ticket, tuple[str, SamplingParams]] = {}
-    cancelled = set[Ticket]()
+    asked: dict[Sequence, tuple[str, SamplingParams]] = {}
+    cancelled = set[Sequence]()
     for kind, first, second in schedule:
         if kind == "add":
             prompt, params = PROMPTS[first], SAMPLING[second]
@@ -284,7 +285,7 @@ def test_texts_share_the_planned_kv_entries(pair: Pair) -> None:
     most = 0
     while not batch.is_idle:
         watched.step()
-        entries = [ticket.request.kv.num_entries for ticket in tickets if ticket.request is not None]
+        entries = [ticket.kv.num_entries for ticket in tickets if ticket.caches is not None]
         assert sum(entries) <= room
         assert pool.num_entries + pool.num_idle_entries <= engine.plan.kv_entries or not pool.num_used
         most = max(most, batch.num_running)
@@ -322,8 +323,7 @@ def test_answers_share_the_entries_of_their_prompt(tmp_path: Path) -> None:
         watched.step()
         assert watched.batch.num_running == 4
         assert engine.plan is not None
-        assert tickets[0].request is not None
-        num_of_two = tickets[0].request.kv.num_entries + len(tickets[1].checked.prompt) + engine.plan.tree // 2
+        num_of_two = tickets[0].kv.num_entries + len(tickets[1].prompt) + engine.plan.tree // 2
         assert pool.num_entries <= engine.plan.kv_entries < num_of_two
         watched.batch.pause_last()
         watched.step()
@@ -372,9 +372,7 @@ def test_a_text_with_bad_logits_ends_alone(engines: dict[str, Engine], monkeypat
     good = watched.add(PROMPTS[0], SAMPLING[0])
     bad = watched.add(PROMPTS[1], SAMPLING[0])
     watched.step()
-    request = bad.request
-    assert request is not None
-    monkeypatch.setattr(request.sampler, "choose", lambda *args: (_ for _ in ()).throw(NumericalError("not finite")))
+    monkeypatch.setattr(bad.sampler, "choose", lambda *args: (_ for _ in ()).throw(NumericalError("not finite")))
     watched.finish()
     assert isinstance(watched.errors[bad], NumericalError)
     assert watched.ids(good) == plain(engine, PROMPTS[0], SAMPLING[0])
@@ -392,9 +390,8 @@ def test_a_text_whose_draft_fails_goes_on_without_it(pair: Pair, part: str, monk
         watched = Watched(engine)
         good, bad = (watched.add(prompt, SAMPLING[0], SpeculationParams(8)) for prompt in PROMPTS[:2])
         watched.step()
-        assert bad.request is not None
-        monkeypatch.setattr(bad.request.drafter, part, fail)
-        monkeypatch.setattr(type(bad.request.drafter), "wants_overlap", True)
+        monkeypatch.setattr(bad.drafter, part, fail)
+        monkeypatch.setattr(type(bad.drafter), "wants_overlap", True)
         watched.finish()
         for ticket, prompt in ((good, PROMPTS[0]), (bad, PROMPTS[1])):
             assert watched.ids(ticket) == plain(engine, prompt, SAMPLING[0])
@@ -408,9 +405,7 @@ def test_no_token_is_lost_when_memory_runs_out_after_a_verdict(pair: Pair, monke
         watched = Watched(engine)
         tickets = [watched.add(prompt, SAMPLING[0], SpeculationParams(8)) for prompt in PROMPTS[:3]]
         watched.step()
-        middle = tickets[1].request
-        assert middle is not None
-        monkeypatch.setattr(middle.drafter, "observe", _out_of_memory)
+        monkeypatch.setattr(tickets[1].drafter, "observe", _out_of_memory)
         watched.finish()
         assert [watched.ids(ticket) for ticket in tickets] == [
             plain(engine, prompt, SAMPLING[0]) for prompt in PROMPTS[:3]
@@ -431,16 +426,16 @@ def test_a_request_that_ends_gives_its_caches_back(engines: dict[str, Engine]) -
     assert batch.cancel(second)
     assert not batch.cancel(first)
     batch.step()
-    assert (first.request, second.request, pool.num_used) == (None, None, 1)
-    assert third.request is not None
+    assert (first.caches, second.caches, pool.num_used) == (None, None, 1)
+    assert third.caches is not None
     batch.pause_last()
     batch.close()
-    assert (third.request, pool.num_used) == (None, 0)
+    assert (third.caches, pool.num_used) == (None, 0)
     assert batch.is_idle
 
 
 def test_a_paused_text_resumes_before_others_join(engines: dict[str, Engine]) -> None:
-    engine, began = engines["none"], list[Ticket]()
+    engine, began = engines["none"], list[Sequence]()
     batch = Batch(engine.models, 2, on_begin=began.append)
     checked = [engine.check_request(prompt, SAMPLING[0]) for prompt in PROMPTS[:4]]
     tickets = [batch.add(*each) for each in zip(checked, "aabc", strict=True)]
@@ -449,6 +444,6 @@ def test_a_paused_text_resumes_before_others_join(engines: dict[str, Engine]) ->
     batch.pause_last()
     batch.cancel(tickets[0])
     batch.step()
-    assert tickets[2].request is not None
+    assert tickets[2].caches is not None
     assert began == [tickets[0], tickets[2], tickets[3]]
     batch.close()

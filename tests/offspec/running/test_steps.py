@@ -39,9 +39,6 @@ def test_half_a_character_is_left_out_where_a_limit_cuts_the_answer(
     """Not where the model ended its text there: that is what it wrote."""
     ids = [*tokenizer.encode("a😀")[:3], *([EOS] * is_ended)]
     sampling = SamplingParams(3 + is_ended)
-    maker = StepMaker(
-        cast(Any, SimpleNamespace(tokenizer=tokenizer, index=None)),
-        cast(Any, SimpleNamespace(sampling=sampling, ends=frozenset(), continues=False)),
-    )
+    maker = StepMaker(cast(Any, SimpleNamespace(tokenizer=tokenizer, index=None)), sampling, frozenset())
     step = maker.step(Verdict([], ids), ids, Stats(), LogprobReport(sampling, 0))
     assert (step.text, step.token_ids, step.finish_reason) == (shown, ids, "eos" if is_ended else "length")

@@ -1,15 +1,21 @@
-"""One request, from a prompt to its text, and its part in a pass (`passes.run_pass`)."""
+"""One text of a request, from a prompt to its answer, and its part in a pass (`passes.run_pass`)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeVar
+
+import numpy as np
 
 from offspec.backends.device_kinds import kind_of
 from offspec.loaders.streaming.small_transfers import to_device
-from offspec.scheduler.drafting.drafter import Drafter, Drafting, NoDrafter
+from offspec.scheduler.drafting.drafter import Drafting, NoDrafter
 from offspec.scheduler.drafting.forced import prepare_masks
 from offspec.scheduler.pace.shared_pass import SharedPass
+from offspec.scheduler.params import SamplingParams, SpeculationParams
+from offspec.scheduler.trees.constraint import TokenConstraint
 from offspec.scheduler.trees.sampling import Sampler
 from offspec.scheduler.trees.token_tree import FloatArray, TokenTree
 from offspec.scheduler.trees.verify import TargetPass, Verdict
@@ -19,10 +25,11 @@ from ..drafts.base import DraftTask
 from ..errors import ConstraintError, NumericalError, OffspecError
 from ..model.exactness import reason_of
 from ..model.memory.request_caches import RequestCaches
+from ..model.memory.text_pool import Ids
 from ..model.pass_rows import TextRows
 from ..model.row_logits import RowLogits
 from ..planning.out_of_memory import out_of_memory_message, retry_out_of_memory
-from .checked_request import CheckedRequest
+from ..stats import Stats
 from .kv_reservation import KVReservation
 from .logprob_report import LogprobReport
 from .models import Models
@@ -31,46 +38,81 @@ from .steps import Step, StepMaker
 
 T = TypeVar("T")
 TEXT_ERRORS = (NumericalError, ConstraintError)  # end their text; other errors of a pass end all texts in it
+Observer = Callable[[TokenTree, Verdict], None]
 
 
-class Request:
-    """A running request. `text` is the prompt and all emitted tokens; the caches hold all of it but the last token.
+@dataclass(eq=False, repr=False)
+class Sequence:
+    """One text of a request, from its check (`Engine.check_request`) until its answer ends.
 
+    It waits in a batch, runs from `begin` to `end`, and may be paused meanwhile. Once it runs, one thread writes it.
+
+    prompt: its token ids, which fit the context together with `sampling.max_new_tokens`. seed: the sampling seed.
+    began: the start time, by `perf_counter`. constraint: of the answer, compiled. ends: tokens that end the answer
+    beside EOS. continues: whether the answer continues the prompt's last text, inside a message. client: whose request
+    it is.
+
+    caches: while it runs or is paused; they hold all of `text`, the prompt and all emitted tokens, but the last one.
     chain, tree: the rows of the next pass. is_prefilling: the pass scores a part of a prompt, and has no tree. fault:
     of a constraint while drafting, which ends the text.
     """
 
-    def __init__(
-        self, models: Models, checked: CheckedRequest, caches: RequestCaches, shared: SharedPass | None = None
-    ) -> None:
-        """shared: the passes that it shares with other requests. None: its own, and it reserves all its KV entries."""
-        sampling, prompt, target = checked.sampling, checked.prompt, models.target
-        self.models, self.checked = models, checked
-        self._caches, self._shared = caches, shared
-        self.sampler = Sampler(sampling, checked.seed, target.config.vocab_size, target.device, to_device)
+    models: Models
+    prompt: list[int]
+    sampling: SamplingParams
+    seed: int
+    speculation: SpeculationParams
+    observer: Observer | None = None
+    began: float = 0.0
+    constraint: TokenConstraint | None = None
+    ends: frozenset[int] = frozenset()
+    continues: bool = False
+    client: str = ""
+    is_cancelled: bool = False
+    counted_s: float = 0.0  # of its constraint's seconds, those that others' passes have been made up for
+    owed_s: float = 0.0  # seconds of passes that go to the other texts first, because its constraint took as many
+    caches: RequestCaches | None = None
+
+    @cached_property
+    def ids(self) -> Ids:
+        """The prompt without its last token, which is always scored."""
+        return np.asarray(self.prompt[:-1], dtype=np.int64)
+
+    @property
+    def constraint_s(self) -> float:
+        """Seconds of CPU time that slow steps of the constraint have taken so far."""
+        slow = getattr(self.constraint, "slow", None)
+        return 0.0 if slow is None else float(slow.seconds)
+
+    # ---------------------------------------------------------------------------------------- the text and its caches
+
+    def begin(self, caches: RequestCaches, shared: SharedPass | None = None) -> None:
+        """Run with these caches.
+
+        shared: the passes that it shares with other texts. None: its own, and it reserves all its KV entries.
+        """
+        sampling, prompt, models, target = self.sampling, self.prompt, self.models, self.models.target
+        self.caches, self._shared = caches, shared
+        self.sampler = Sampler(sampling, self.seed, target.config.vocab_size, target.device, to_device)
         self.sampler.extend(prompt, is_prompt=True)
-        self.sampler.constrain(checked.constraint)
+        self.sampler.constrain(self.constraint)
         self.draft_stats = models.estimates()
         longest = len(prompt) + sampling.max_new_tokens
-        self.kv = KVReservation(models, caches, checked.speculation, longest, is_shared=shared is not None)
-        self._counter = PassCounter(models.loaded, checked, self.draft_stats.costs.target)
-        self.stats = self._counter.stats
-        self.drafter: Drafter = NoDrafter()
-        self.chain, self.tree = list[int](), TokenTree.empty()
-        self.is_prefilling = False
+        self.kv = KVReservation(models, caches, self.speculation, longest, is_shared=shared is not None)
+        self.stats = Stats(num_prompt_tokens=len(prompt), seed=self.seed)
+        self._counter = PassCounter(models.loaded, self.stats, self.began, self.draft_stats.costs.target)
+        self._logprobs = LogprobReport(sampling, len(prompt))
+        self._steps = StepMaker(models, sampling, self.ends, prompt if self.continues else ())
         self.fault: OffspecError | None = None
-        self._logprobs, self._steps = LogprobReport(sampling, len(prompt)), StepMaker(models, checked)
         with models.turn:
-            self.stats.num_prefilled_tokens = retry_out_of_memory(lambda: self._begin(prompt), self._make_room)
+            self.stats.num_prefilled_tokens = retry_out_of_memory(lambda: self._begin(caches, prompt), self._make_room)
         self.stats.is_lossy = self.drafter.is_lossy
         self.stats.inexact_reason = reason_of(target)
         self._listen = models.draft.new_listener()
 
-    # ---------------------------------------------------------------------------------------- the text and its caches
-
-    def _begin(self, text: list[int]) -> int:
+    def _begin(self, caches: RequestCaches, text: list[int]) -> int:
         """Prepare the caches and a drafter for `text`. Returns how many of its tokens the target must score."""
-        caches, models, is_shared = self._caches, self.models, self._shared is not None
+        models, is_shared = self.models, self._shared is not None
         if self._logprobs.lacks_prompt:
             self._logprobs.of_prompt.clear()
             caches.rewind([])  # the pass has to score all rows
@@ -87,12 +129,18 @@ class Request:
             shared=self._shared,
             text=caches.draft,
             target=models.target,
-            speculation=self.checked.speculation,
+            speculation=self.speculation,
             index=models.index,
             prompt=text,
         )
         self.drafter = models.draft.drafter(task, self.draft_stats)
         return num_prefilled
+
+    def end(self) -> None:
+        """Run no more: drop what has memory of the device."""
+        self.caches = None
+        for name in ("text", "target", "kv", "sampler", "drafter", "tree", "draft_stats", "_listen", "_shared"):
+            self.__dict__.pop(name, None)
 
     @property
     def num_unscored(self) -> int:
@@ -106,11 +154,13 @@ class Request:
 
     def pause(self) -> None:
         """Free the target's KV entries. `resume` must come before the next pass."""
-        self._caches.target.drop()
+        self.target.drop()
 
     def resume(self) -> None:
         """Start again from the same text, whose dropped entries the next pass computes again."""
-        retry_out_of_memory(lambda: self._begin(self.text), self._make_room)
+        caches = self.caches
+        assert caches is not None, "the text is not under way"
+        retry_out_of_memory(lambda: self._begin(caches, self.text), self._make_room)
 
     def begin_again(self, message: str) -> None:
         """After a pass ran out of device memory, free some and start again from the same text."""
@@ -134,7 +184,7 @@ class Request:
         self.is_prefilling = num_scored + num_chain < len(text)
         if self.is_prefilling:
             return None
-        max_depth = self.checked.sampling.max_new_tokens - self.stats.num_tokens - 1
+        max_depth = self.sampling.max_new_tokens - self.stats.num_tokens - 1
         return (yield from self._catching(self.drafter.prepare(text, max_depth)))
 
     def send(self, num_nodes: int | None) -> TextRows:
@@ -148,17 +198,16 @@ class Request:
     @property
     def prepares_masks(self) -> bool:
         """Whether to compute a constraint's masks during the pass: on a GPU, or while layers are read."""
-        constraint = self.checked.constraint
         has_time = kind_of(self.models.device).has_own_memory or self._counter.bytes_streamed > 0
-        if constraint is None or not has_time or self.is_prefilling:
+        if self.constraint is None or not has_time or self.is_prefilling:
             return False
-        return not constraint.is_idle(self.tree.tokens)
+        return not self.constraint.is_idle(self.tree.tokens)
 
     def prepare_masks(self, is_over: Callable[[], bool]) -> None:
         """Compute the masks that the walk may need, until `is_over`."""
-        assert self.checked.constraint is not None
+        assert self.constraint is not None
         try:
-            prepare_masks(self.checked.constraint, self.tree, is_over)
+            prepare_masks(self.constraint, self.tree, is_over)
         except TEXT_ERRORS as exc:
             self.fault = exc
 
@@ -208,8 +257,8 @@ class Request:
 
     def observe(self, verdict: Verdict) -> None:
         """Call the request's observer, if it has one."""
-        if self.checked.observer is not None:
-            self.checked.observer(self.tree, verdict)
+        if self.observer is not None:
+            self.observer(self.tree, verdict)
 
     def step(self, verdict: Verdict) -> Step:
         """The step of a verdict, after `commit`: its tokens up to the end of the answer."""
