@@ -8,8 +8,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import abc
-from collections.abc import Generator, Mapping
-from contextlib import closing
+from collections.abc import Generator
 from dataclasses import replace
 from threading import RLock
 from types import TracebackType
@@ -24,16 +23,15 @@ from .checkpoints.opening import Note
 from .drafts.base import NEEDS_DRAFT_MODEL, Draft, Learner
 from .drafts.draft_stats import DraftStats
 from .drafts.without_model import NoDraft
-from .errors import OffspecError, UsageError
+from .errors import UsageError
 from .load_options import AnyPath, LoadOptions, LoadSettings
 from .loaded_target import LoadedTarget
 from .model.decoder import Decoder
 from .model.exactness import reason_of
 from .model.memory.request_caches import RequestCaches
 from .planning.plan import Plan
-from .running.batch import Batch
+from .running.batch import Batch, steps_alone
 from .running.models import Models
-from .running.passes import run_alone
 from .running.sequence import Observer, Sequence
 from .running.several_answers import params_of_each
 from .running.steps import Step
@@ -219,12 +217,8 @@ class Engine:
         Raises ContextLengthError or UsageError at once, TokenizerError if a constraint does not fit the tokenizer.
         Raises NumericalError, MemoryLimitError or ConstraintError while running.
         """
-        checked = self.check_request(prompt, params, speculation, observer)
-        caches = caches or self.new_caches()
-        with self.turn:  # if two threads use the same caches, one gets UsageError
-            caches.user.check_free()
-            checked.begin(caches)
-            return caches.user.begin(run_alone(checked))
+        sequence = self.check_request(prompt, params, speculation, observer)
+        return steps_alone(sequence, caches or self.new_caches())
 
     def check_request(
         self,
@@ -274,7 +268,7 @@ class Engine:
             raise UsageError(f"there are {len(prompts)} prompts and {len(each)} params; give one for all, or one each")
         pairs = zip(prompts, each, strict=True)
         indices = {batch.add(self.check_request(*pair, speculation)): i for i, pair in enumerate(pairs)}
-        return _steps_of(batch, indices)
+        return ((indices[sequence], step) for sequence, step in batch.steps())
 
     def generate_answers(
         self,
@@ -337,12 +331,3 @@ class Engine:
     def sharpness(self, *, greedy: bool) -> float:
         """The sharpness fitted so far (see `scheduler.pace.calibration`)."""
         return self.draft_stats.calibration.sharpness(greedy=greedy).value
-
-
-def _steps_of(batch: Batch, indices: Mapping[Sequence, int]) -> Generator[tuple[int, Step], None, None]:
-    with closing(batch):
-        while not batch.is_idle:
-            for sequence, outcome in batch.step():
-                if isinstance(outcome, OffspecError):
-                    raise outcome
-                yield indices[sequence], outcome

@@ -32,7 +32,7 @@ from .errors import CheckpointError, StorageError, UsageError
 from .model.memory.request_caches import RequestCaches
 from .model.memory.sequence_cache import SequenceCache
 from .model.memory.text_pool import WORTHWHILE, has_all_entries, num_common, own_cache
-from .running.passes import run_alone
+from .running.batch import steps_alone
 from .running.sequence import Sequence
 from .running.steps import Step
 from .text.prompt import Prompt
@@ -77,10 +77,7 @@ class PromptCache:
         caches = engine.new_caches(len(text) + sequence.sampling.max_new_tokens, num_nodes)
         engine.loaded.make_kv_room(caches.target.cache, caches.target.cache.capacity)
         num_in_file = self.read(caches, text)
-        with engine.turn:
-            sequence.begin(caches)
-            steps = caches.user.begin(run_alone(sequence))
-        with closing(steps):
+        with closing(steps_alone(sequence, caches)) as steps:
             step, message = next(steps), None
             try:
                 yield step

@@ -11,7 +11,8 @@ share its KV entries: several answers to one prompt, and conversations with one 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import closing
 from functools import partial
 from itertools import islice
 from threading import Lock
@@ -22,6 +23,7 @@ from offspec.backends.device_kinds import kind_of
 from offspec.scheduler.pace.shared_pass import SharedPass
 
 from ..errors import OffspecError
+from ..model.memory.request_caches import RequestCaches
 from ..model.memory.sequence_cache import SequenceCache
 from ..model.memory.text_pool import WORTHWHILE, Ids, TextPool, num_common
 from ..planning.out_of_memory import retry_out_of_memory
@@ -49,16 +51,19 @@ class Batch:
         max_texts: int | None = None,
         pool: TextPool | None = None,
         on_begin: Callable[[Sequence], None] = lambda sequence: None,
+        *,
+        is_alone: bool = False,
     ) -> None:
         """max_texts: the maximum number of texts under way (`Models.max_texts`).
 
         pool: of the texts' caches; its idle caches are freed when texts need their KV entries. on_begin: called with a
-        sequence that waits no more, before its first pass.
+        sequence that waits no more, before its first pass. is_alone: of one text, which has all KV entries at once.
         """
-        self._on_begin = on_begin
-        self._models, self._max_texts = models, models.max_texts(max_texts)
+        self._on_begin, self._is_alone = on_begin, is_alone
+        self._models, self._max_texts = models, 1 if is_alone else models.max_texts(max_texts)
         self._pool = TextPool(models.new_caches, 0) if pool is None else pool
-        num_nodes = kind_of(models.device).useful_rows if (plan := models.loaded.plan) is None else plan.tree
+        plan = None if is_alone else models.loaded.plan
+        num_nodes = kind_of(models.device).useful_rows if plan is None else plan.tree
         self._shared = SharedPass(models.stats.costs, num_nodes, models.stats.overlap_switch)
         self._planned = None if plan is None else PlannedEntries.by(plan)
         self._waiting = WaitingLine[Sequence]()
@@ -96,7 +101,8 @@ class Batch:
 
         An error ends its request; an error of the whole pass ends all that are under way.
         """
-        ended = self._join()
+        with self._models.turn:
+            ended = self._join()
         if not self._running:
             return ended
         try:
@@ -127,6 +133,15 @@ class Batch:
             if isinstance(outcome, OffspecError) or outcome.finish_reason:
                 self._leave(sequence)
         return ended
+
+    def steps(self) -> Generator[tuple[Sequence, Step], None, None]:
+        """All texts' steps, in the order in which they come. Raises the first error; closing it ends all requests."""
+        with closing(self):
+            while not self.is_idle:
+                for sequence, outcome in self.step():
+                    if isinstance(outcome, OffspecError):
+                        raise outcome
+                    yield sequence, outcome
 
     def pause_last(self) -> None:
         """Free the KV entries of the text that joined last; it resumes before others join. For `step`'s thread."""
@@ -210,13 +225,17 @@ class Batch:
         return False
 
     def _begin(self, sequence: Sequence) -> None:
+        self._models.loaded.check()
         if sequence.caches is not None:  # it was paused
             retry_out_of_memory(partial(self._pool.refill, sequence.caches), self._begin_again)
             sequence.resume()
             return
         self._on_begin(sequence)
         borrow = partial(self._pool.borrow, sequence.prompt)
-        sequence.begin(retry_out_of_memory(borrow, self._begin_again), self._shared)
+        caches = retry_out_of_memory(borrow, self._begin_again)
+        if self._models.loaded.is_deterministic and not self._is_alone:
+            caches.rewind([])  # entries of other texts come from passes of other widths
+        sequence.begin(caches, self._shared, is_alone=self._is_alone)
 
     def _leave(self, sequence: Sequence) -> None:
         (self._running if sequence in self._running else self._paused).remove(sequence)
@@ -272,3 +291,12 @@ class Batch:
                 kv.reserve(needed)
                 return True
         return False
+
+
+def steps_alone(sequence: Sequence, caches: RequestCaches) -> Generator[Step, None, None]:
+    """The steps of a text in passes of its own, with these caches. Raises UsageError while they are in use."""
+    batch = Batch(sequence.models, pool=TextPool(lambda: caches, 0), is_alone=True)
+    batch.add(sequence)
+    with sequence.models.turn:  # if two threads use the same caches, one gets UsageError
+        caches.user.check_free()
+        return caches.user.begin(step for _, step in batch.steps())

@@ -50,13 +50,13 @@ class KVReservation:
     """The KV entries of one text, in the target's cache and in the draft's."""
 
     def __init__(
-        self, models: Models, caches: RequestCaches, speculation: SpeculationParams, longest: int, *, is_shared: bool
+        self, models: Models, caches: RequestCaches, speculation: SpeculationParams, longest: int, *, is_alone: bool
     ) -> None:
-        """longest: tokens of prompt and answer. is_shared: with other texts, so that it reserves few at a time."""
-        self._models, self._caches, self._longest, self._is_shared = models, caches, longest, is_shared
+        """longest: tokens of prompt and answer. is_alone: no other text has entries; it reserves all at once."""
+        self._models, self._caches, self._longest, self._is_alone = models, caches, longest, is_alone
         self._tree_room = tree_room(speculation, kind_of(models.device).useful_rows)
         self._num_draft_tokens = 0  # tokens for which the draft's cache has room
-        self.draft_rows = DRAFT_ROWS if is_shared else MAX_ROWS  # pending nodes of the draft
+        self.draft_rows = MAX_ROWS if is_alone else DRAFT_ROWS  # pending nodes of the draft
 
     @property
     def num_entries(self) -> int:
@@ -66,17 +66,18 @@ class KVReservation:
     @property
     def granted(self) -> int:
         """Tokens of the text, now and in a while, that need KV entries."""
-        return min(self._longest, len(self._caches.text) + GRANT) if self._is_shared else self._longest
+        return self._longest if self._is_alone else min(self._longest, len(self._caches.text) + GRANT)
 
     def needed(self, num_tokens: int, num_nodes: int) -> int:
         """KV entries that a text of `num_tokens` and a tree of `num_nodes` need, with those of a draft among them."""
         num_shared = self._caches.num_shared
-        return num_tokens + (max(num_nodes, self._tree_room) if num_shared else num_nodes) + num_shared
+        num_nodes = self._tree_room if num_shared else min(num_nodes, self._tree_room)
+        return num_tokens + num_nodes + num_shared
 
     def begin(self) -> None:
         """Reserve what a text that has just begun, or begun again, needs at once."""
         self._num_draft_tokens = num_entries = 0
-        if not self._is_shared:
+        if self._is_alone:
             longest, most = (self.needed(n, self._tree_room) for n in (self._longest, self._models.loaded.max_context))
             num_entries = longest
             if longest > self.num_entries:  # caches that a conversation has outgrown grow by half, so as to grow seldom

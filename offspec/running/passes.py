@@ -8,13 +8,12 @@ of more than PASS_ROWS tokens takes several passes, the last of which has the tr
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
 
-from offspec.backends.device_kinds import kind_of
 from offspec.loaders.accelerators.cuda import span
 from offspec.scheduler.drafting.drafter import Drafting
 from offspec.scheduler.drafting.score_calls import run_together
@@ -31,31 +30,12 @@ from ..model.pass_rows import PASS_ROWS, TextRows
 from ..model.row_logits import RowLogits
 from ..planning.out_of_memory import retry_out_of_memory
 from .sequence import Sequence
-from .steps import Step
 
 # Rows of prompts in a pass that texts past their prompts share: a long prompt may not delay them long. At most
 # PREFILL_ROWS, and so few that the pass takes PREFILL_S more than one without, or PREFILL_SLOWDOWN times as long.
 PREFILL_ROWS, PREFILL_S, PREFILL_SLOWDOWN = 512, 0.5, 2.0
 FEWEST_PREFILL_ROWS = 16
 MEASURED = 0.02  # weight of measured passes from which on they count as measured
-
-
-def run_alone(sequence: Sequence) -> Generator[Step, None, None]:
-    """One step per pass of the text's own, until it ends."""
-    models = sequence.models
-    alone = SharedPass(sequence.draft_stats.costs, kind_of(models.device).useful_rows)
-    while True:
-        with models.turn:
-            models.loaded.check()
-            (verdict,) = run_pass([sequence], alone, sequence.begin_again)
-        if isinstance(verdict, OffspecError):
-            raise verdict
-        if verdict is None:  # a part of a long prompt
-            continue
-        step = sequence.step(verdict)
-        yield step
-        if step.finish_reason:
-            return
 
 
 def run_pass(

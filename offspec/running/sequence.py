@@ -86,38 +86,32 @@ class Sequence:
 
     # ---------------------------------------------------------------------------------------- the text and its caches
 
-    def begin(self, caches: RequestCaches, shared: SharedPass | None = None) -> None:
-        """Run with these caches.
-
-        shared: the passes that it shares with other texts. None: its own, and it reserves all its KV entries.
-        """
+    def begin(self, caches: RequestCaches, shared: SharedPass, *, is_alone: bool) -> None:
+        """Run with these caches. shared: its passes, with other texts or not. is_alone: it never shares any."""
         sampling, prompt, models, target = self.sampling, self.prompt, self.models, self.models.target
         self.caches, self._shared = caches, shared
         self.sampler = Sampler(sampling, self.seed, target.config.vocab_size, target.device, to_device)
         self.sampler.extend(prompt, is_prompt=True)
         self.sampler.constrain(self.constraint)
-        self.draft_stats = models.estimates()
+        self._estimates = models.estimates()
         longest = len(prompt) + sampling.max_new_tokens
-        self.kv = KVReservation(models, caches, self.speculation, longest, is_shared=shared is not None)
+        self.kv = KVReservation(models, caches, self.speculation, longest, is_alone=is_alone)
         self.stats = Stats(num_prompt_tokens=len(prompt), seed=self.seed)
-        self._counter = PassCounter(models.loaded, self.stats, self.began, self.draft_stats.costs.target)
+        self._counter = PassCounter(models.loaded, self.stats, self.began, self._estimates.costs.target)
         self._logprobs = LogprobReport(sampling, len(prompt))
         self._steps = StepMaker(models, sampling, self.ends, prompt if self.continues else ())
         self.fault: OffspecError | None = None
-        with models.turn:
-            self.stats.num_prefilled_tokens = retry_out_of_memory(lambda: self._begin(caches, prompt), self._make_room)
+        self.stats.num_prefilled_tokens = retry_out_of_memory(lambda: self._begin(caches, prompt), self._make_room)
         self.stats.is_lossy = self.drafter.is_lossy
         self.stats.inexact_reason = reason_of(target)
         self._listen = models.draft.new_listener()
 
     def _begin(self, caches: RequestCaches, text: list[int]) -> int:
         """Prepare the caches and a drafter for `text`. Returns how many of its tokens the target must score."""
-        models, is_shared = self.models, self._shared is not None
+        models = self.models
         if self._logprobs.lacks_prompt:
             self._logprobs.of_prompt.clear()
             caches.rewind([])  # the pass has to score all rows
-        if models.loaded.is_deterministic and is_shared:
-            caches.rewind([])  # entries of other texts come from passes of other widths
         num_prefilled = caches.rewind(text)
         self.text, self.target = caches.text, caches.target  # the same list as the caches'
         self.kv.begin()
@@ -133,13 +127,13 @@ class Sequence:
             index=models.index,
             prompt=text,
         )
-        self.drafter = models.draft.drafter(task, self.draft_stats)
+        self.drafter = models.draft.drafter(task, self._estimates)
         return num_prefilled
 
     def end(self) -> None:
         """Run no more: drop what has memory of the device."""
         self.caches = None
-        for name in ("text", "target", "kv", "sampler", "drafter", "tree", "draft_stats", "_listen", "_shared"):
+        for name in ("text", "target", "kv", "sampler", "drafter", "tree", "_estimates", "_listen", "_shared"):
             self.__dict__.pop(name, None)
 
     @property
@@ -161,11 +155,6 @@ class Sequence:
         caches = self.caches
         assert caches is not None, "the text is not under way"
         retry_out_of_memory(lambda: self._begin(caches, self.text), self._make_room)
-
-    def begin_again(self, message: str) -> None:
-        """After a pass ran out of device memory, free some and start again from the same text."""
-        self._make_room(message)
-        self.resume()
 
     def _make_room(self, message: str) -> None:
         """After device memory ran out, drop the text's KV cache and reload the target. message: torch's error."""

@@ -30,6 +30,7 @@ from offspec.cli.server.routes import StoppableServer, is_loopback
 from offspec.cli.server.service import Service
 from offspec.errors import NumericalError
 from offspec.running.batch import Batch
+from offspec.running.passes import run_pass
 from offspec.session import Turn, turns_of
 from offspec.text.tokenizer import Tokenizer
 
@@ -407,12 +408,20 @@ def test_an_alias_names_the_model(engine: Engine) -> None:
 def test_an_error_while_running_is_told_and_the_next_request_is_served(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """After each failure the server makes a request itself, which succeeds."""
+    error = NumericalError("not a number")
+    errors = iter([error, None, error, None, TypeError("not callable")])
+
+    def fail(*args: Any) -> Any:
+        if (error := next(errors, None)) is not None:
+            raise error
+        return run_pass(*args)
+
     with served(engine) as (client, _):
         with monkeypatch.context() as patch:
-            patch.setattr("offspec.running.batch.run_pass", Mock(side_effect=NumericalError("not a number")))
+            patch.setattr("offspec.running.batch.run_pass", fail)
             reply = client.chat(USER)
             (event,) = client.stream("/v1/chat/completions", {"messages": [USER]})
-            patch.setattr("offspec.running.batch.run_pass", None)
             broken = client.chat(USER)
         assert (reply.status, reply.body["error"]["message"]) == (500, "not a number")
         assert event["error"]["message"] == "not a number"

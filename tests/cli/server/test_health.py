@@ -165,7 +165,6 @@ def test_a_failure_of_each_request_is_told(
 ) -> None:
     fails = Mock(side_effect=error("always"))
     monkeypatch.setattr("offspec.running.batch.run_pass", fails)
-    monkeypatch.setattr("offspec.running.passes.run_pass", fails)
     with watched(engine) as (client, service, gave_up):
         assert client.ask("POST", TEXT, BODY).status == 500
         assert gave_up.wait(LONG_S)

@@ -314,7 +314,7 @@ def test_a_common_beginning_is_scored_once(pair: Pair, monkeypatch: pytest.Monke
 def test_answers_share_the_entries_of_their_prompt(tmp_path: Path) -> None:
     """Four texts of 184 tokens run where two would not fit beside the first one's tree; a paused one shares again."""
     params = [SamplingParams(12, temperature=1.0, seed=i, ignore_eos=True) for i in range(4)]
-    with load(build_pair(tmp_path, max_position_embeddings=512), "own", context=500) as engine:
+    with load(build_pair(tmp_path, max_position_embeddings=512), "own", context=200) as engine:
         pool = TextPool(engine.new_caches, 0)
         watched = Watched(engine, 4, pool)
         few = SpeculationParams(2)  # so that no text ends in the three passes below
