@@ -32,7 +32,7 @@ from offspec.scheduler.trees.verify import TargetStates
 from offspec.scheduler.trees.vocabulary import Vocabulary
 
 from ..model.config import ModelConfig
-from ..model.decoder import Decoder
+from ..model.decoder import Decoder, SharedForward
 from ..model.memory.request_caches import DraftText
 
 SIZE = 1024  # number of places kept
@@ -126,9 +126,14 @@ class RecallingText:
     def score(self, chain: Sequence[int], tokens: IntArray, depths: IntArray, parents: IntArray) -> Tensor:
         """`CachedDecoder.score` with corrected logits."""
         states = self.text.states(chain, tokens, depths, parents, before=self.num_before)
-        return self.logits_of(states, is_after_chain=bool(chain), num_nodes=len(tokens))
+        return self._logits_of(states, bool(chain), len(tokens))
 
-    def logits_of(self, states: Tensor, *, is_after_chain: bool, num_nodes: int) -> Tensor:
+    def joining(self, chain: Sequence[int]) -> SharedForward | None:
+        """As `CachedDecoder.joining`."""
+        shared = self.text.joining(chain)
+        return shared and shared._replace(num_before=self.num_before, logits=self._logits_of)
+
+    def _logits_of(self, states: Tensor, is_after_chain: bool, num_nodes: int) -> Tensor:
         """Corrected logits of a forward, whose states [B + (1 if is_after_chain) + num_nodes, hidden] are kept.
 
         B: up to `num_before` rows of the chain before its last one.

@@ -197,6 +197,9 @@ class ReencodedText:
         """As `CachedDecoder.score`."""
         return self.decoder.head(self.states(chain, tokens, depths, parents))
 
+    def joining(self, chain: Sequence[int]) -> None:
+        """A node may take several rounds."""
+
     @torch.inference_mode()
     def states(
         self, chain: Sequence[int], tokens: IntArray, depths: IntArray, parents: IntArray, before: int = 0

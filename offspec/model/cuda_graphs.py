@@ -371,3 +371,6 @@ class StaticText(CachedDecoder):
         if states is None:
             return super().states(chain, tokens, depths, parents, before)
         return states[-1 - before :] if chain else states
+
+    def joining(self, chain: Sequence[int]) -> None:
+        """Its rounds are replayed."""

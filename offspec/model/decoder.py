@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from itertools import accumulate
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -335,6 +336,18 @@ def _attention_bytes(
     return max(total, masks + 4 * (3 * scores + 6 * rows * config.largest_head) + device.split_bytes + unpacked)
 
 
+class SharedForward(NamedTuple):
+    """How a text's round joins those of other texts in one forward.
+
+    num_before: rows of the chain before its last one whose states `logits` takes, too. logits(states, is_after_chain,
+    num_nodes): of the round.
+    """
+
+    text: CachedDecoder
+    num_before: int
+    logits: Callable[[Tensor, bool, int], Tensor]
+
+
 class CachedDecoder:
     """A decoder with the KV cache of one text. The scheduler uses it for target and draft.
 
@@ -402,6 +415,10 @@ class CachedDecoder:
             chain = chain[PASS_ROWS:]
         hidden = pass_together([(self, TextRows(chain, tokens, depths, parents))])
         return self.decoder.normed(hidden[max(len(chain) - 1 - before, 0) :])
+
+    def joining(self, chain: Sequence[int]) -> SharedForward | None:
+        """How a round with this chain joins others; None if it has a forward of its own."""
+        return SharedForward(self, 0, lambda states, is_after_chain, num_nodes: self.decoder.head(states))
 
     def score_rows(
         self,

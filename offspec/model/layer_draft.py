@@ -82,6 +82,9 @@ class LayerDraftText(CachedDecoder):
             return super().states(chain, tokens, depths, parents, before)
         return states[-1 - before :] if chain else states
 
+    def joining(self, chain: Sequence[int]) -> None:
+        """Its rounds may be replayed."""
+
     def reserve(self, capacity: int) -> None:
         """Nothing: the target's cache has room for the draft's entries (`RequestCaches.num_shared`)."""
 

@@ -120,6 +120,9 @@ class HeadText:
         """`TreeModel.score`; the chain is the text's last token."""
         return self.decoder.head(self.states(chain, tokens, depths, parents))
 
+    def joining(self, chain: Sequence[int]) -> None:
+        """It reads the target's states."""
+
     @torch.inference_mode()
     def states(
         self, chain: Sequence[int], tokens: IntArray, depths: IntArray, parents: IntArray, before: int = 0

@@ -21,7 +21,7 @@ from offspec.scheduler.trees.token_tree import IntArray
 from offspec.scheduler.trees.vocabulary import Vocabulary
 
 from ..config import ModelConfig
-from ..decoder import CachedDecoder, Decoder
+from ..decoder import CachedDecoder, Decoder, SharedForward
 from .chunk_attention import NUM_SINKS
 from .sequence_cache import SequenceCache
 
@@ -130,6 +130,11 @@ class WindowedText:
                 return None
             self._forget(len(chain))
         return self._text
+
+    def joining(self, chain: Sequence[int]) -> SharedForward | None:
+        """As `CachedDecoder.joining`."""
+        whole = self.whole(chain)
+        return None if whole is None else whole.joining(chain)
 
     def keep(self, path: Sequence[int], pending: Sequence[int] = ()) -> None:
         """As `CachedDecoder.keep`."""

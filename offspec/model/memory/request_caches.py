@@ -18,7 +18,7 @@ from offspec.scheduler.drafting.drafter import TreeModel
 from offspec.scheduler.trees.token_tree import IntArray
 
 from ...errors import UsageError
-from ..decoder import CachedDecoder, Decoder
+from ..decoder import CachedDecoder, Decoder, SharedForward
 
 G = TypeVar("G", bound=Generator[Any, None, None])
 
@@ -48,7 +48,14 @@ class SoleUser:
         return user is not None and getgeneratorstate(user) != GEN_CLOSED
 
 
-class DraftText(TreeModel, Protocol):
+class RoundText(TreeModel, Protocol):
+    """A `TreeModel` that says whether its rounds may join those of other texts."""
+
+    def joining(self, chain: Sequence[int]) -> SharedForward | None:
+        """As `CachedDecoder.joining`."""
+
+
+class DraftText(RoundText, Protocol):
     """The draft's view of a text. `CachedDecoder` is one; a kind of draft may have another."""
 
     @property
