@@ -73,7 +73,6 @@ class RequestedAnswer:
     sequence: Sequence
     number: int
     asked_s: float
-    last_pass: LastPass
     reply: Turn = field(default_factory=lambda: Turn(""))
     began_s: float | None = None
     first_s: float | None = None
@@ -264,8 +263,7 @@ class Service:
             if self._is_stopping:
                 raise StoppingError
             for index, sequence in enumerate(chain.from_iterable(checked)):
-                assert isinstance(sequence.observer, LastPass)
-                job = RequestedAnswer(work, index, sequence, next(self._numbers), asked_s, sequence.observer)
+                job = RequestedAnswer(work, index, sequence, next(self._numbers), asked_s)
                 self._open[self._batch.add(sequence, client)] = job
                 work.jobs.append(job)
             self._changed.notify()
@@ -499,7 +497,7 @@ class Service:
 
     def _report(self, job: RequestedAnswer, step: Step) -> Json:
         """A pass for people: its tokens with their sources, and its tree by columns."""
-        tree = asdict(job.last_pass.report(step))
+        tree = asdict(cast(LastPass, job.sequence.observer).report(step))
         sources = tree.pop("token_sources")
         tree["texts"] = [self._texts.text(token) for token in tree.pop("tokens")]
         tokens = [{"text": text, "source": source} for text, source in zip(step.texts, sources, strict=True)]
