@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import chain, count
 from threading import Condition, Thread
-from typing import NamedTuple, TypeVar, cast
+from typing import TypeVar, cast
 
 from offspec import Constraint, Engine, Message, SamplingParams, SpeculationParams
 from offspec.errors import ConstraintError, ContextLengthError, OffspecError, UsageError
@@ -81,7 +81,7 @@ class RequestedAnswer:
 
     @property
     def name(self) -> str:
-        return f"{self.work.kind} {self.number}"
+        return f"{self.work.completion.kind} {self.number}"
 
     def add(self, step: Step, now_s: float) -> None:
         self.reply.add(step)
@@ -94,22 +94,14 @@ class RequestedAnswer:
         return Times(queue_s, first_s, now_s - self.asked_s)
 
 
-class Arrival(NamedTuple):
-    """The next step of one of a request's answers, or its error. number: the answer's."""
-
-    number: int
-    result: Step | Exception
-    report: Json | None
-
-
 class ServerRequest:
     """A request under way: its answers, and the queue that their steps arrive in."""
 
     def __init__(self, completion: CompletionRequest, prompts: list[list[int]], client: str) -> None:
         """completion: as it is answered. prompts: token ids. client: whose request it is; clients take turns."""
-        self.completion, self.kind, self.prompts, self.client = completion, completion.kind, prompts, client
+        self.completion, self.prompts, self.client = completion, prompts, client
         self.jobs = list[RequestedAnswer]()
-        self._results = asyncio.Queue[Arrival]()
+        self._results = asyncio.Queue[tuple[int, Step | Exception, Json | None]]()
         self._loop = asyncio.get_running_loop()
 
     @property
@@ -119,7 +111,7 @@ class ServerRequest:
     def put(self, index: int, result: Step | Exception, report: Json | None = None) -> None:
         """The next step of an answer, or its error; from any thread."""
         with suppress(RuntimeError):  # the loop may have ended
-            self._loop.call_soon_threadsafe(self._results.put_nowait, Arrival(index, result, report))
+            self._loop.call_soon_threadsafe(self._results.put_nowait, (index, result, report))
 
     async def next(self, timeout_s: float | None = None) -> tuple[int, Step, Json | None] | None:
         """An answer's index, its next step, and the pass's report if the request asks for it.
