@@ -109,15 +109,13 @@ class PassPricing:
     @property
     def limit(self) -> int:
         """The maximum number of nodes to send."""
-        limit = self._controller.limit
-        return min(limit, self._shared.limit) if self._shared.is_shared else limit
+        return min(self._controller.limit, self._shared.limit)
 
     @property
     def tokens_per_s(self) -> float:
         """Tokens/s of the last passes, of all their texts, or of plain passes if faster; 0 before the first."""
-        if self._shared.is_shared:
-            return self._shared.tokens_per_s
-        return max(self._recent_rate.value, 0.0 if self._switch is None else self._switch.plain_tokens_per_s)
+        plain_rate = 0.0 if self._switch is None else self._switch.plain_tokens_per_s
+        return self._shared.tokens_per_s or max(self._recent_rate.value, plain_rate)
 
     def width(self, best: FloatArray, open_nodes: FloatArray) -> int:
         """Nodes of the next round, from the probabilities of the best candidates and of the open ones among them."""
@@ -128,15 +126,8 @@ class PassPricing:
         return self._controller.size(self._state(best, NONE))
 
     def _state(self, best: FloatArray, open_nodes: FloatArray) -> DraftingState:
-        profile = self._calibration.profile.values
-        state = DraftingState(best, open_nodes, profile, self._num_chain, self._clock() - self._began)
-        return self._with_others(replace(state, is_first=self.is_first))
-
-    def _with_others(self, state: DraftingState) -> DraftingState:
-        """The state in a pass that other texts share."""
-        shared = self._shared
-        if not shared.is_shared:
-            return state
+        profile, shared, spent_s = self._calibration.profile.values, self._shared, self._clock() - self._began
+        state = DraftingState(best, open_nodes, profile, self._num_chain, spent_s, is_first=self.is_first)
         return replace(state, tokens_per_s=shared.tokens_per_s, num_drafting=shared.num_drafting)
 
     def is_worth_a_round(self, num_unread: int) -> bool:
@@ -165,9 +156,8 @@ class PassPricing:
     def _promises_tokens(self) -> bool:
         """Whether a first round is expected to bring more tokens than its seconds bring otherwise."""
         root = np.array([self._calibration.trust.value])
-        profile, overhead_s = self._calibration.profile.values, self._costs.overhead_s
-        state = DraftingState(NONE, root, profile, self._num_chain, 0.0, overhead_s)
-        return self._controller.width(self._with_others(state)) > 0
+        state = replace(self._state(NONE, root), spent_s=0.0, overhead_s=self._costs.overhead_s, is_first=False)
+        return self._controller.width(state) > 0
 
     def round(self, draft: Drafting[int]) -> Drafting[None]:
         """Run one draft round, which returns its number of rows, and record its seconds."""

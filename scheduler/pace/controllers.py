@@ -29,8 +29,8 @@ class DraftingState:
     among them that can be expanded, descending. profile [C]: typical probabilities of a node's children. num_chain:
     rows of the target's pass in addition to the nodes. spent_s: seconds of drafting for this pass so far. overhead_s:
     seconds of a pass with a tree in addition to drafting and scoring; 0 once a round has run. tokens_per_s: the rate of
-    all texts of the pass, if it has several and the rate is known. num_drafting: texts that share a draft round.
-    is_first: no pass of the text has ended; its first token is waited for.
+    all texts of the pass, if it has several and the rate is known, otherwise 0. num_drafting: texts that share a draft
+    round. is_first: no pass of the text has ended; its first token is waited for.
     """
 
     best: FloatArray
@@ -39,7 +39,7 @@ class DraftingState:
     num_chain: int
     spent_s: float
     overhead_s: float = 0.0
-    tokens_per_s: float | None = None
+    tokens_per_s: float = 0.0
     num_drafting: int = 1
     is_first: bool = False
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from sys import maxsize
 
 import numpy as np
 
@@ -40,7 +41,7 @@ class SharedPass:
         self._is_slowed = False  # the pass, by a trial of that
         self.num_drafting = 1  # texts whose draft rounds are one forward
         self._rate = DecayingRatio(RATE_FORGETTING)  # tokens of one text per second: texts join and leave
-        self._chains: list[int] = []
+        self._chains = [1]
         self._num_nodes = 0.0  # nodes of a text in the last pass, as an estimate for those that have not drafted yet
         self._text = 0
 
@@ -55,13 +56,13 @@ class SharedPass:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens/s of all texts together in the last passes; 0 before the first."""
-        return self._rate.value * self.num_texts
+        """Tokens/s of all texts together in the last passes; 0 before the first, and of a text alone."""
+        return self._rate.value * self.num_texts if self.is_shared else 0.0
 
     @property
     def limit(self) -> int:
-        """The maximum number of nodes of one text."""
-        return min(self.most_per_text, self.limit_of(self.num_texts))
+        """The maximum number of nodes of one text; of a text alone, its drafter decides."""
+        return min(self.most_per_text, self.limit_of(self.num_texts)) if self.is_shared else maxsize
 
     def limit_of(self, num_texts: int) -> int:
         """`limit` in a pass of so many texts."""
@@ -70,8 +71,6 @@ class SharedPass:
     @property
     def rows_beside(self) -> int:
         """Rows of the pass in addition to those of the text that drafts now: all chains, and the expected nodes."""
-        if not self.is_shared:
-            return 0
         return sum(self._chains) - self._chains[self._text] + round(self._num_nodes * (self.num_texts - 1))
 
     def is_worth_a_pass(self, num_rows: int) -> bool:
