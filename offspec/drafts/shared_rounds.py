@@ -28,18 +28,17 @@ class SharedRounds:
     def score(self, calls: Sequence[ScoreCall]) -> list[Tensor]:
         """`TreeModel.score` of each call. Texts of one decoder share a forward, unless they replay captured rounds."""
         self._shared.num_drafting = len(calls)
-        if len(calls) == 1 and not self._shared.is_shared:
-            return [calls[0].score()]
         began = time.perf_counter()
-        joining = [_joining(call) for call in calls]
-        together = [(call, shared) for call, shared in zip(calls, joining, strict=True) if shared is not None]
-        logits = iter(_score_together(together))
-        results = [
-            call.score() if shared is None else next(logits) for call, shared in zip(calls, joining, strict=True)
-        ]
-        if self._shared.is_shared:
-            self._shared.observe_round(sum(call.num_rows for call in calls), time.perf_counter() - began)
+        results = [calls[0].score()] if len(calls) == 1 else _score_all(calls)
+        self._shared.observe_round(sum(call.num_rows for call in calls), time.perf_counter() - began)
         return results
+
+
+def _score_all(calls: Sequence[ScoreCall]) -> list[Tensor]:
+    joining = [_joining(call) for call in calls]
+    together = [(call, shared) for call, shared in zip(calls, joining, strict=True) if shared is not None]
+    logits = iter(_score_together(together))
+    return [call.score() if shared is None else next(logits) for call, shared in zip(calls, joining, strict=True)]
 
 
 def _joining(call: ScoreCall) -> SharedForward | None:

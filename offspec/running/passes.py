@@ -63,8 +63,7 @@ def run_pass(
     for sequence in sequences:
         sequence.count(passed.drafted_s, passed.target_s, ended - started)
     good = [verdict for verdict in verdicts if isinstance(verdict, Verdict)]
-    if shared.is_shared:
-        shared.end(passed.num_nodes, sum(len(verdict.tokens) for verdict in good), passed.target_s, ended - started)
+    shared.end(passed.num_nodes, sum(len(verdict.tokens) for verdict in good), passed.target_s, ended - started)
     for sequence, verdict in zip(sequences, verdicts, strict=True):
         if isinstance(verdict, Verdict):
             sequence.observe(verdict)
@@ -108,8 +107,6 @@ def _propose(sequences: list[Sequence], shared: SharedPass) -> list[TextRows]:
     shared.begin(chains)
     draftings = [_drafting(sequence, num_chain, shared) for sequence, num_chain in zip(sequences, chains, strict=True)]
     drafted = run_together(draftings, SharedRounds(shared).score)
-    if not shared.is_shared:
-        return [sequences[0].send(None)]
     competing = [tree for tree in drafted if tree is not None]
     sizes = iter(shared.sizes(competing, time.perf_counter() - began))
     return [

@@ -93,17 +93,19 @@ class SharedPass:
         self._text += 1
 
     def observe_round(self, num_rows: int, seconds: float) -> None:
-        """Record one forward of the draft over rows of several texts."""
-        if num_rows <= MOST_ROWS:
+        """Record one forward of the draft in a pass of several texts; a text alone records its own."""
+        if self.is_shared and num_rows <= MOST_ROWS:
             self._costs.draft.observe(num_rows, seconds)
 
-    def sizes(self, candidates: Sequence[FloatArray], spent_s: float = 0.0) -> list[int]:
-        """The number of nodes that each text sends. Call it when all have drafted.
+    def sizes(self, candidates: Sequence[FloatArray], spent_s: float = 0.0) -> list[int] | list[None]:
+        """The number of nodes that each text sends; None for a text alone. Call it when all have drafted.
 
         candidates: for each text, the probabilities of its best candidates, descending. spent_s: seconds of drafting.
         The result has the largest expected gain: with R tokens/s, that is tokens - R * seconds, as in
         `controllers.MarginalRate`.
         """
+        if not self.is_shared:
+            return [None] * len(candidates)
         joined = np.concatenate([np.empty(0), *candidates])
         owners = np.repeat(np.arange(len(candidates)), [len(each) for each in candidates])
         best = np.argsort(-joined, kind="stable")[: self._max_nodes]
@@ -119,7 +121,12 @@ class SharedPass:
         return [int((owners[best[:size]] == owner).sum()) for owner in range(len(candidates))]
 
     def end(self, num_nodes: int, num_tokens: int, pass_s: float, total_s: float) -> None:
-        """Record a pass of several texts. num_tokens: of all texts. total_s: with drafting and verdicts."""
+        """Record a pass of several texts; a text alone records its own.
+
+        num_tokens: of all texts. total_s: with drafting and verdicts.
+        """
+        if not self.is_shared:
+            return
         rows = sum(self._chains) + num_nodes
         self._num_nodes = num_nodes / self.num_texts
         if rows <= MOST_ROWS and not self._is_slowed:
