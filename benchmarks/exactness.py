@@ -39,7 +39,8 @@ from offspec.backends.arithmetic import EXACT, FAST
 from offspec.backends.weights import Weight
 from offspec.backends.x86.processor import describe_instructions
 from offspec.checkpoints.load import WeightSettings, load_decoder
-from offspec.checkpoints.opening import ModelFiles, locate
+from offspec.checkpoints.model_files import ModelFiles
+from offspec.checkpoints.opening import locate, open_model
 from offspec.loaded_target import LoadedTarget
 from offspec.loaders.convert import convert
 from offspec.loaders.files.gguf_types import GGUF_TYPES
@@ -64,7 +65,7 @@ FORMS = ("bf16", "bf16-packed", "nf4", "q4_k", Q8_0)
 
 
 def open_files(folder: Path, dtype: str) -> ModelFiles:
-    return ModelFiles.open(folder, dtype, [])
+    return open_model(folder, dtype, [])
 
 
 def decoder_of(files: ModelFiles, *, is_streamed: bool, is_exact: bool, synchronous: bool = False) -> Decoder:

@@ -41,7 +41,7 @@ from torch import Tensor
 from offspec import builtin
 from offspec.checkpoints.exit_layers import ExitFile, save
 from offspec.checkpoints.language_model import language_model
-from offspec.checkpoints.opening import ModelFiles
+from offspec.checkpoints.opening import open_model
 from offspec.errors import OffspecError, UsageError
 from offspec.loaders.convert import read_whole
 from offspec.loaders.files.checkpoint import Checkpoint
@@ -141,7 +141,7 @@ def grow_exit(exit_file: Path, source: Path, grown: Path, shape: Shape) -> Path:
 
     It stands behind the large layer that computes what the small layer before it does. Raises an OffspecError.
     """
-    small, big = (ModelFiles.open(path, "bf16", []) for path in (source, grown))
+    small, big = (open_model(path, "bf16", []) for path in (source, grown))
     file, layout = ExitFile.open(exit_file, small), Layout(small.config, shape)
     weights = file.load(torch.bfloat16, torch.device("cpu"))
     before = next(large for large, small_layer in layout.layers.items() if small_layer == file.exit_layer - 1)

@@ -34,7 +34,7 @@ import torch
 
 from offspec.backends.weights import Weight
 from offspec.checkpoints.load import WeightSettings, load_decoder
-from offspec.checkpoints.opening import DTYPES, ModelFiles
+from offspec.checkpoints.opening import DTYPES, open_model
 from offspec.loaders.files.readers import READ_BYTES, FileReader, HostBuffer
 from offspec.loaders.files.records import Extent
 from offspec.loaders.machine.hardware import read_hardware
@@ -150,7 +150,7 @@ class OneLayer(WeightSource):
 
 def run_one(folder: Path, ram: int, widths: list[int], repeats: int, dtype: str) -> dict[str, Any]:
     """All measurements within one RAM limit."""
-    files = ModelFiles.open(folder, dtype, [])
+    files = open_model(folder, dtype, [])
     largest = max(folder.glob("*.safetensors"), key=lambda path: path.stat().st_size)
     plan = plan_here(files, [], read_hardware(CPU), MemoryOptions(ram=ram, context=CONTEXT))
     rates = measure_rates(

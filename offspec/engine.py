@@ -19,7 +19,6 @@ from offspec.scheduler.guessing.retrieval import SuffixIndex
 from offspec.scheduler.params import Constraint, SamplingParams, SpeculationParams, tree_room
 from offspec.scheduler.trees.constraint import TokenConstraint
 
-from .checkpoints.opening import Note
 from .drafts.base import NEEDS_DRAFT_MODEL, Draft, Learner
 from .drafts.draft_stats import DraftStats
 from .drafts.without_model import NoDraft
@@ -29,6 +28,7 @@ from .loaded_target import LoadedTarget
 from .model.decoder import Decoder
 from .model.exactness import reason_of
 from .model.memory.request_caches import RequestCaches
+from .notes import Note
 from .planning.plan import Plan
 from .running.batch import Batch, steps_alone
 from .running.models import Models

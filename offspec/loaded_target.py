@@ -18,11 +18,11 @@ from offspec.loaders.streaming.tiers import TieredWeights
 from offspec.scheduler.params import SamplingParams
 
 from .checkpoints.load import decoder_over
-from .checkpoints.opening import Note
 from .errors import MemoryLimitError, UsageError
 from .model.decoder import Decoder
 from .model.memory.kv_in_ram import EntriesInRam
 from .model.memory.sequence_cache import SequenceCache, total_bytes
+from .notes import Note
 from .planning.draft_forecast import Guessing, round_s
 from .planning.out_of_memory import explain_out_of_memory, retry_out_of_memory, with_fewer_residents
 from .planning.plan import Plan

@@ -21,7 +21,8 @@ from offspec.scheduler.guessing.retrieval import SuffixIndex
 from offspec.scheduler.params import DEFAULT_NODES
 
 from .checkpoints.load import WeightSettings, load_weights
-from .checkpoints.opening import ModelFiles, Note, choose_device, dtype_on, locate
+from .checkpoints.model_files import ModelFiles
+from .checkpoints.opening import choose_device, dtype_on, locate, open_model
 from .checkpoints.recommended_sampling import recommended_sampling
 from .drafts.base import Draft, DraftOptions, OpenedDraft, OpenRequest
 from .drafts.kinds import open_draft
@@ -31,6 +32,7 @@ from .load_options import AUTO, LoadOptions
 from .loaded_target import LoadedTarget, PlannedMemory
 from .model.decoder import Decoder
 from .model.exactness import is_exact_by_default, reason_against_exactness, reason_of
+from .notes import Note
 from .planning.memory import MemoryOptions, MemoryUse, MemoryUser, Reservation
 from .planning.out_of_memory import retry_out_of_memory
 from .planning.parked_texts import ParkedTexts
@@ -177,7 +179,7 @@ def open_models(
     machine: its rates decide where several drafts are possible, unless the engine is deterministic.
     """
     path = locate(options.model, options.revision, "target")
-    files = ModelFiles.open(path, options.dtype, notes)
+    files = open_model(path, options.dtype, notes)
     tokenizer = Tokenizer.load(files.checkpoint.tokenizer_path or files.checkpoint.path)
     if options.chats:
         tokenizer.check_chat_template()

@@ -23,7 +23,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils.logging import disable_progress_bar
 
 from offspec.checkpoints.load import load_decoder
-from offspec.checkpoints.opening import ModelFiles
+from offspec.checkpoints.opening import open_model
 from offspec.errors import OffspecError
 from offspec.model.decoder import CachedDecoder
 from offspec.planning.plan import all_resident
@@ -117,7 +117,7 @@ def judge(model_type: str, folder: Path) -> str:
     except Exception as exc:  # noqa: BLE001 (configs that have sizes of other names raise what they like)
         return f"not made: {' '.join(str(exc).split())[:120]}"
     try:
-        files = ModelFiles.open(folder, "fp32", [])
+        files = open_model(folder, "fp32", [])
     except OffspecError as exc:
         return f"refused: {str(exc).removeprefix(f'{folder}: ')}"
     decoder = load_decoder(files, all_resident(files), torch.device("cpu"))

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from offspec.backends.weights import Weight
 from offspec.checkpoints.load import load_decoder
-from offspec.checkpoints.opening import ModelFiles
+from offspec.checkpoints.opening import open_model
 from offspec.loaders.streaming.stream import Unit
 from offspec.loaders.streaming.weights import LentExperts, WeightSource
 from offspec.model.decoder import Decoder
@@ -516,7 +516,7 @@ class TinyModel:
 
     def decoder(self, dtype: torch.dtype = torch.float32, device: torch.device = CPU) -> Decoder:
         """Read from the folder anew, the way the engine does it."""
-        files = replace(ModelFiles.open(self.folder, "fp32", []), dtype=dtype)
+        files = replace(open_model(self.folder, "fp32", []), dtype=dtype)
         return load_decoder(files, all_resident(files), device)
 
     def lending_decoder(self) -> tuple[Decoder, LendingWeights]:

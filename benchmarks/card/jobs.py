@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from benchmarks.grow import SHAPES, Shape
-from offspec.checkpoints.opening import ModelFiles
+from offspec.checkpoints.model_files import ModelFiles
 
 CONTEXT = 1024
 

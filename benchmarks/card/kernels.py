@@ -17,7 +17,7 @@ from benchmarks.grow import Shape
 from benchmarks.streaming import star
 from offspec import SpeculationParams, builtin
 from offspec.checkpoints.load import load_decoder
-from offspec.checkpoints.opening import ModelFiles
+from offspec.checkpoints.opening import open_model
 from offspec.loaders.files.containers import open_config
 from offspec.loaders.streaming.tiers import TieredWeights, TierOptions
 from offspec.model.config import read_config
@@ -37,7 +37,7 @@ from .timing import median_s, synchronize
 def draft_rounds(bench: Bench, name: str) -> Iterator[Figures]:
     """A round of the built-in and the grown draft: launched kernel by kernel, and as a CUDA graph."""
     _, grown = bench.grown(name)
-    files = ModelFiles.open(builtin.path("draft"), "bf16", [])
+    files = open_model(builtin.path("draft"), "bf16", [])
     small = load_decoder(files, all_resident(files), bench.device)
     weights = TieredWeights(
         grown.files.stored,

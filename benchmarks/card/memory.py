@@ -7,7 +7,7 @@ from dataclasses import replace
 import psutil
 import torch
 
-from offspec.checkpoints.opening import ModelFiles
+from offspec.checkpoints.model_files import ModelFiles
 from offspec.drafts.base import DraftOptions
 from offspec.drafts.model_draft import OpenedModel
 from offspec.loaders.machine.gpus import CONTEXT_BYTES, USABLE_SHARE

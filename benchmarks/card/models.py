@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.grow import Layout, Shape, grow
-from offspec.checkpoints.opening import ModelFiles
+from offspec.checkpoints.model_files import ModelFiles
 from offspec.loaders.files.checkpoint import TensorInfo
 from offspec.loaders.files.containers import open_config
 from offspec.loaders.files.safetensors_folder import SafetensorsFolder, read_header

@@ -14,7 +14,7 @@ from benchmarks.streaming import OneLayer, star
 from offspec import SpeculationParams
 from offspec.backends.arithmetic import EXACT, FAST
 from offspec.backends.on_gpu import FUSED_ROWS
-from offspec.checkpoints.opening import ModelFiles
+from offspec.checkpoints.model_files import ModelFiles
 from offspec.errors import UsageError
 from offspec.loaders.machine.gpus import find_gpu
 from offspec.loaders.machine.hardware import Rates

@@ -12,7 +12,6 @@ import torch
 from benchmarks.streaming import star
 from offspec import Engine
 from offspec.backends.arithmetic import EXACT, FAST
-from offspec.checkpoints.opening import Note
 from offspec.drafts.model_draft import ModelDraft
 from offspec.loaded_target import LoadedTarget, PlannedMemory
 from offspec.loaders.accelerators.accelerator import accelerator_of
@@ -22,6 +21,7 @@ from offspec.loaders.streaming.tiers import TieredWeights, TierOptions
 from offspec.model.decoder import CachedDecoder, Decoder
 from offspec.model.exactness import is_exact_by_default
 from offspec.model.names import EMBEDDING
+from offspec.notes import Note
 from offspec.planning.out_of_memory import retry_out_of_memory
 from offspec.planning.plan import Plan, all_resident
 from offspec.planning.probe import measure_fused_limits

@@ -18,7 +18,7 @@ from offspec import Engine
 from offspec.backends.device_kinds import kind_of
 from offspec.backends.weights import Weight
 from offspec.checkpoints.from_config import layers_from_config
-from offspec.checkpoints.opening import ModelFiles
+from offspec.checkpoints.model_files import ModelFiles
 from offspec.loaders.machine.measure import measure_fused_rows
 from offspec.loaders.params import SHADOW_FORMATS
 from offspec.loaders.streaming.stored_model import StoredModel, StoredUnit

@@ -25,7 +25,7 @@ from ..errors import CheckpointError, StorageError, UsageError
 from ..model.block import has_entries_alone, layer_shapes
 from ..model.config import ModelConfig
 from ..user_folders import user_folder
-from .opening import ModelFiles
+from .model_files import ModelFiles
 
 FORMAT = "offspec exit layer 1"
 SAMPLED_BYTES = 4096  # bytes of each weight in the fingerprint

@@ -55,7 +55,8 @@ from .exit_layers import data_file, has_weights, refuse_foreign
 from .experts import by_expert
 from .from_config import weights_from_shapes
 from .mistral import EAGLE_FC
-from .opening import ModelFiles, have_equal_bytes
+from .model_files import ModelFiles
+from .opening import have_equal_bytes
 from .pickles import read_pickle
 
 SAFETENSORS = (SINGLE_FILE, "medusa_lm_head.safetensors", "hydra_lm_head.safetensors")

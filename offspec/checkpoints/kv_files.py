@@ -39,7 +39,7 @@ from ..model.decoder import Decoder
 from ..model.exactness import arithmetic_of
 from ..model.memory.sequence_cache import SequenceCache
 from .atomic_files import OTHER_FILE, writing_whole
-from .opening import ModelFiles
+from .model_files import ModelFiles
 
 FORMAT = "offspec KV entries 3"
 SIGNATURE = b'{"__metadata__":{"format":"offspec KV entries '  # of all versions, behind the header's length

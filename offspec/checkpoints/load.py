@@ -17,7 +17,7 @@ from ..model.decoder import Decoder
 from ..model.exactness import reason_against_exactness
 from ..model.transformers_config import ForeignConfig
 from ..process import prepare
-from .opening import ModelFiles
+from .model_files import ModelFiles
 
 LEAST_EXACT_WEIGHTS = 2**26  # of a draft that computes exact rows
 

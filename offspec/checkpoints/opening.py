@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +21,17 @@ from offspec.loaders.params import GGUF_MIXTURES
 from offspec.loaders.streaming.stored_model import StoredModel
 
 from ..errors import CheckpointError, MissingWeightsError, UnsupportedModelError, UsageError
-from ..model.block import memory_bytes
 from ..model.config import ModelConfig, read_config
 from ..model.decoder import check_tensors, wanted_shapes
 from ..model.heads.mtp import mtp_names, num_promised
-from ..model.memory.kv_formats import PLAIN, KVFormat
 from ..model.names import in_layer
-from ..model.transformers_config import is_of_experts
 from ..named_models import MODEL_NAMES, likely_name, named_path
+from ..notes import Note
 from ..user_folders import expand_home
 from .experts import with_experts
 from .from_config import stored_from_config
 from .language_model import language_model
+from .model_files import ModelFiles, count_parameters
 from .transformers_models import read_foreign_config
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -46,167 +42,69 @@ SMALL_MODEL_BYTES = 2 * 2**30
 COMPARED_BYTES = 2**24  # bytes compared at a time
 
 
-@dataclass(frozen=True)
-class Note:
-    """An automatic choice and its reason. advice: the user could improve it."""
+def open_model(path: Path, dtype: str, notes: list[Note], *, headers_only: bool = False) -> ModelFiles:
+    """Read headers. dtype: auto, bf16, fp16 or fp32; notes get auto's choice. Raises a subclass of OffspecError."""
+    checkpoint = language_model(open_checkpoint(path, headers_only=headers_only))
+    notes += [Note(text) for text in (*checkpoint.notes, *format_notes(checkpoint))]
+    config = _with_stored_kernels(_config(path, checkpoint.config, checkpoint, notes), checkpoint)
+    checkpoint, config = with_experts(checkpoint, config)
+    tables = [checkpoint.tensors.get(name) for name in (config.own_head_name, config.embedding_name)]
+    pair = [table for table in tables if table is not None]
+    # transformers 5 and later does not tie a head that differs, either.
+    if config.tied_head and not headers_only and len(pair) == 2 and not have_equal_bytes(*pair):
+        config = replace(config, tied_head=False)
+        notes.append(Note(f"{path.name} has a separate head, although config.json says that its embedding is the head"))
+    ignored = {name for name in checkpoint.tensors if config.ignores(name)}
+    ignored |= blank_tensors(checkpoint.tensors, wanted_shapes(config))
+    if config.is_native:
+        of_mtp = mtp_names(checkpoint.tensors, config.num_layers)
+        ignored |= of_mtp.keys()
+        if not of_mtp and num_promised(checkpoint.config):
+            notes.append(Note(f"{path.name} has no MTP layer, although config.json names one; it runs without"))
+    try:
+        stored = StoredModel.of(
+            checkpoint,
+            layer_prefix=config.layer_prefix,
+            ignore=ignored,
+            by_expert=config.experts is not None,
+            exact=config.exact_vectors,
+        )
+    except CheckpointError as exc:  # name the model: it may be the target or the draft
+        if str(path) in str(exc):
+            raise
+        raise CheckpointError(f"{path}: {exc}") from exc
+    check_tensors(stored.by_name, config, path)
+    return ModelFiles(checkpoint, config, stored, choose_dtype(dtype, path.name, config, stored, notes))
 
-    text: str
-    advice: bool = False
 
+def model_to_plan(path: Path, form: str | None, dtype: str, notes: list[Note]) -> ModelFiles:
+    """A model to plan with: from headers, or from config.json alone, also in another format `form`.
 
-@dataclass(frozen=True)
-class ModelFiles:
-    """A checkpoint whose headers match its config.json, the dtype to compute in, and the format of its KV entries.
-
-    forgets: layers with a window drop KV entries outside of it (`model.memory.window_layers`).
+    Raises a subclass of OffspecError, also for damaged weights.
     """
-
-    checkpoint: Checkpoint
-    config: ModelConfig
-    stored: StoredModel
-    dtype: torch.dtype
-    kv: KVFormat = PLAIN
-    forgets: bool = False
-
-    @classmethod
-    def open(cls, path: Path, dtype: str, notes: list[Note], *, headers_only: bool = False) -> ModelFiles:
-        """Read headers. dtype: auto, bf16, fp16 or fp32; notes get auto's choice. Raises a subclass of OffspecError."""
-        checkpoint = language_model(open_checkpoint(path, headers_only=headers_only))
-        notes += [Note(text) for text in (*checkpoint.notes, *format_notes(checkpoint))]
-        config = _with_stored_kernels(_config(path, checkpoint.config, checkpoint, notes), checkpoint)
-        checkpoint, config = with_experts(checkpoint, config)
-        tables = [checkpoint.tensors.get(name) for name in (config.own_head_name, config.embedding_name)]
-        pair = [table for table in tables if table is not None]
-        # transformers 5 and later does not tie a head that differs, either.
-        if config.tied_head and not headers_only and len(pair) == 2 and not have_equal_bytes(*pair):
-            config = replace(config, tied_head=False)
-            notes.append(
-                Note(f"{path.name} has a separate head, although config.json says that its embedding is the head")
-            )
-        ignored = {name for name in checkpoint.tensors if config.ignores(name)}
-        ignored |= blank_tensors(checkpoint.tensors, wanted_shapes(config))
-        if config.is_native:
-            of_mtp = mtp_names(checkpoint.tensors, config.num_layers)
-            ignored |= of_mtp.keys()
-            if not of_mtp and num_promised(checkpoint.config):
-                notes.append(Note(f"{path.name} has no MTP layer, although config.json names one; it runs without"))
+    why = "as asked"
+    if form is None:
         try:
-            stored = StoredModel.of(
-                checkpoint,
-                layer_prefix=config.layer_prefix,
-                ignore=ignored,
-                by_expert=config.experts is not None,
-                exact=config.exact_vectors,
-            )
-        except CheckpointError as exc:  # name the model: it may be the target or the draft
-            if str(path) in str(exc):
-                raise
-            raise CheckpointError(f"{path}: {exc}") from exc
-        check_tensors(stored.by_name, config, path)
-        return cls(checkpoint, config, stored, choose_dtype(dtype, path.name, config, stored, notes))
+            return open_model(path, dtype, notes, headers_only=True)
+        except MissingWeightsError:
+            why = "weights are missing"
+    checkpoint = language_model(open_config(path))
+    notes += [Note(text) for text in checkpoint.notes]
+    made = model_of_config(checkpoint, form, dtype, notes)
+    as_form = form or plan_form(checkpoint.config)
+    notes.append(Note(f"sizes of {path.name} as {as_form}, from config.json alone ({why})"))
+    return made
 
-    @classmethod
-    def from_config(cls, path: Path, form: str | None, dtype: str, notes: list[Note]) -> ModelFiles:
-        """A model to plan with: from headers, or from config.json alone, also in another format `form`.
 
-        Raises a subclass of OffspecError, also for damaged weights.
-        """
-        why = "as asked"
-        if form is None:
-            try:
-                return cls.open(path, dtype, notes, headers_only=True)
-            except MissingWeightsError:
-                why = "weights are missing"
-        checkpoint = language_model(open_config(path))
-        notes += [Note(text) for text in checkpoint.notes]
-        made = cls.of_config(checkpoint, form, dtype, notes)
-        as_form = form or plan_form(checkpoint.config)
-        notes.append(Note(f"sizes of {path.name} as {as_form}, from config.json alone ({why})"))
-        return made
-
-    @classmethod
-    def of_config(cls, checkpoint: Checkpoint, form: str | None, dtype: str, notes: list[Note]) -> ModelFiles:
-        """A model to plan with, of which only the config is read. form: None is the one that the config names."""
-        path = checkpoint.path
-        config, form = _config(path, checkpoint.config, None, notes), form or plan_form(checkpoint.config)
-        if form in GGUF_MIXTURES and not config.is_native:
-            description = f"{path}: GGUF files of model_type {config.model_type} are not supported"
-            raise UnsupportedModelError(f"{description}; plan for another `format`, such as nf4")
-        stored = stored_from_config(config, form)
-        return cls(checkpoint, config, stored, choose_dtype(dtype, path.name, config, stored, notes))
-
-    @cached_property
-    def packed_form(self) -> str | None:
-        """The format of most packed weights of a layer, its experts among them; None if it has none."""
-        elements = Counter[str]()
-        for unit in self.stored.first_layer:
-            for weight in unit.weights.values():
-                if weight.is_packed:
-                    elements[weight.dtype] += math.prod(weight.shape)
-        return max(elements, key=lambda form: elements[form], default=None)
-
-    def keeping(self, *, packed: bool) -> ModelFiles:
-        """The same model, with resident matrices that have two forms packed, or unpacked."""
-        return self if self.stored.layers[0].packs == packed else self._kept_otherwise
-
-    @cached_property
-    def _kept_otherwise(self) -> ModelFiles:
-        return replace(self, stored=self.stored.keeping(packed=not self.stored.layers[0].packs))
-
-    def forgetting(self, *, forgets: bool) -> ModelFiles:
-        """The same model, whose layers with a window drop KV entries outside of it, or do not."""
-        return self if self.forgets == forgets else self._forgetting_otherwise
-
-    @cached_property
-    def _forgetting_otherwise(self) -> ModelFiles:
-        return replace(self, forgets=not self.forgets)
-
-    @cached_property
-    def elements(self) -> Counter[str]:
-        """Elements of all layers' weights: "matrices", "experts" among the weights of their layers, and of matrices
-        those that are "packed" and those that resident layers keep so ("kept").
-        """
-        sums = Counter[str]()
-        for layer in self.stored.layers:
-            for name, weight in layer.weights.items():
-                is_matrix, elements = len(weight.shape) == 2, math.prod(weight.shape)
-                if not self.config.is_native and is_of_experts(name, weight.shape):
-                    sums["experts"] += elements
-                elif is_matrix:
-                    sums["matrices"] += elements
-                if is_matrix and weight.is_packed:
-                    sums["packed"] += elements
-                if is_matrix and layer.needs_scratch(weight, self.dtype, is_streamed=False):
-                    sums["kept"] += elements
-        return sums
-
-    @cached_property
-    def layer_bytes(self) -> int:
-        """Bytes of a resident layer on average, without experts that are units of their own."""
-        costs = [layer.cost(self.dtype) for layer in self.stored.layers]
-        return sum(cost.resident_bytes for cost in costs) // len(costs)
-
-    def kv_bytes(self, num_entries: int, layers: range | None = None) -> int:
-        """Bytes of a KV cache with room for `num_entries` entries, of all layers or of `layers`."""
-        return memory_bytes(self.config, num_entries, self.dtype.itemsize, layers, self.kv, forgets=self.forgets)
-
-    def with_kv(self, kv: KVFormat) -> ModelFiles:
-        """The same model with another format of its KV entries."""
-        return replace(self, kv=kv)
-
-    @cached_property
-    def num_parameters(self) -> int:
-        return count_parameters(self.stored)
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of all weights as they are stored."""
-        return sum(info.nbytes for weight in self.stored.by_name.values() for info in weight.streamed)
-
-    @cached_property
-    def mtp_names(self) -> Mapping[str, str | None]:
-        """Full name → an `MtpHead`'s, of the tensors of MTP layers; None for those that it does not read."""
-        return mtp_names(self.checkpoint.tensors, self.config.num_layers)
+def model_of_config(checkpoint: Checkpoint, form: str | None, dtype: str, notes: list[Note]) -> ModelFiles:
+    """A model to plan with, of which only the config is read. form: None is the one that the config names."""
+    path = checkpoint.path
+    config, form = _config(path, checkpoint.config, None, notes), form or plan_form(checkpoint.config)
+    if form in GGUF_MIXTURES and not config.is_native:
+        description = f"{path}: GGUF files of model_type {config.model_type} are not supported"
+        raise UnsupportedModelError(f"{description}; plan for another `format`, such as nf4")
+    stored = stored_from_config(config, form)
+    return ModelFiles(checkpoint, config, stored, choose_dtype(dtype, path.name, config, stored, notes))
 
 
 def _config(path: Path, raw: Mapping[str, Any], checkpoint: Checkpoint | None, notes: list[Note]) -> ModelConfig:
@@ -253,10 +151,6 @@ def have_equal_bytes(one: TensorInfo, other: TensorInfo) -> bool:
             return all(first.read(size) == second.read(size) for size in sizes)
     except OSError as exc:
         raise CheckpointError(f"{one.path} cannot be read ({exc.strerror})") from exc
-
-
-def count_parameters(stored: StoredModel) -> int:
-    return sum(math.prod(weight.shape) for weight in stored.by_name.values())
 
 
 def choose_device(wanted: str, notes: list[Note]) -> torch.device:
@@ -317,7 +211,7 @@ def choose_dtype(wanted: str, name: str, config: ModelConfig, stored: StoredMode
 
 def open_target(model: str, revision: str | None, dtype: str) -> ModelFiles:
     """Open MODEL as a target. Raises a subclass of OffspecError."""
-    return ModelFiles.open(locate(model, revision, "target"), dtype, [])
+    return open_model(locate(model, revision, "target"), dtype, [])
 
 
 def locate(

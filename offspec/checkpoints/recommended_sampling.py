@@ -9,7 +9,7 @@ from typing import Any
 from offspec.scheduler.params import RECOMMENDED, SamplingParams
 
 from ..errors import UsageError
-from .opening import Note
+from ..notes import Note
 
 PENALTY = "repetition_penalty"
 # llama.cpp's defaults, for models whose authors recommend nothing: greedily, small models repeat themselves.

@@ -14,7 +14,7 @@ from torch import Tensor
 from offspec.loaders.files.checkpoint import Checkpoint, as_config_json
 
 from .atomic_files import new_folder
-from .opening import ModelFiles
+from .model_files import ModelFiles
 
 DTYPES = {"F16": torch.float16, "F32": torch.float32}  # by safetensors' names; others are written as bf16
 

@@ -28,7 +28,7 @@ from .atomic_files import locked_name
 from .conversion import without_blanks
 from .exit_layers import fingerprint, has_weights, refuse_experts, refuse_foreign
 from .from_config import layers_from_config
-from .opening import ModelFiles
+from .model_files import ModelFiles
 
 MAKING = "offspec quantize MODEL DST --shadow BITS"
 ENTRY = "offspec_shadow"  # in a shadow's config.json: its target's fingerprint, and its bits

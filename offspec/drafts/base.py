@@ -28,11 +28,12 @@ from offspec.scheduler.pace.costs import Predict
 from offspec.scheduler.params import SpeculationParams
 from offspec.scheduler.trees.verify import TargetPass
 
-from ..checkpoints.opening import ModelFiles, Note
+from ..checkpoints.model_files import ModelFiles
 from ..errors import UsageError
 from ..methods import research
 from ..model.decoder import CachedDecoder, Decoder
 from ..model.memory.request_caches import DraftText, RequestCaches
+from ..notes import Note
 from ..planning.draft_forecast import Guessing
 from ..planning.memory import MemoryUse, Reservation
 from ..text.tokenizer import Tokenizer

@@ -12,7 +12,8 @@ from typing import Any
 
 from offspec.loaders.files.safetensors_folder import SafetensorsCheckpoint
 
-from ..checkpoints.opening import ModelFiles
+from ..checkpoints.model_files import ModelFiles
+from ..checkpoints.opening import model_of_config
 from ..model.config import ModelConfig
 
 PADDING = 0.01  # of a vocabulary: releases of a family pad it to different numbers
@@ -75,7 +76,7 @@ def family_draft(target: ModelFiles, dtype: str) -> FamilyDraft | None:
         return None
     name = max(fitting, key=lambda name: target.config.model_type.startswith(fitting[name]["model_type"]))
     checkpoint = SafetensorsCheckpoint(Path(name), fitting[name], {}, {})
-    files = ModelFiles.of_config(checkpoint, None, dtype, [])
+    files = model_of_config(checkpoint, None, dtype, [])
     return FamilyDraft(name, files) if files.num_parameters * LEAST_RATIO <= target.num_parameters else None
 
 

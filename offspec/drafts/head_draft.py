@@ -23,7 +23,8 @@ from offspec.scheduler.trees.verify import TargetPass
 
 from ..checkpoints.exit_layers import fingerprint, has_weights, refuse_foreign
 from ..checkpoints.head_files import MISTRAL, PICKLES, SAFETENSORS, HeadFiles, StoredTensors, find_head
-from ..checkpoints.opening import ModelFiles, Note, locate
+from ..checkpoints.model_files import ModelFiles
+from ..checkpoints.opening import locate
 from ..errors import CheckpointError, UsageError
 from ..model.block import memory_bytes
 from ..model.decoder import CachedDecoder, Decoder, activation_bytes
@@ -31,6 +32,7 @@ from ..model.heads.head import Head
 from ..model.heads.mtp import KIND as MTP_KIND
 from ..model.heads.text import HeadText
 from ..model.memory.request_caches import RequestCaches
+from ..notes import Note
 from ..planning.draft_forecast import Guessing
 from ..planning.memory import MemoryUse, Reservation
 from .acceptance import of_head

@@ -11,12 +11,13 @@ from pathlib import Path
 from offspec.loaders.params import SHADOW_FORMATS
 
 from ..checkpoints.head_files import has_mtp, is_head
-from ..checkpoints.opening import Note, locate
+from ..checkpoints.opening import locate
 from ..checkpoints.shadows import made_shadows
 from ..errors import OffspecError, UsageError
 from ..methods import research
 from ..model.block import has_entries_alone
 from ..named_models import BUILTIN, MODEL_NAMES
+from ..notes import Note
 from .base import Choice, OpenedDraft, OpenRequest
 from .head_draft import MTP, OpenedHead
 from .head_draft import NAME as HEAD

@@ -19,7 +19,7 @@ from offspec.scheduler.drafting.drafter import Drafter
 from offspec.scheduler.params import tree_room
 
 from ..checkpoints.exit_layers import refuse_experts, refuse_foreign
-from ..checkpoints.opening import ModelFiles, Note
+from ..checkpoints.model_files import ModelFiles
 from ..checkpoints.shadows import Shadow, check_bits, find_shadow, make_shadow
 from ..errors import UsageError
 from ..model.block import has_entries_alone, keeps_states
@@ -28,6 +28,7 @@ from ..model.decoder import CachedDecoder, Decoder
 from ..model.layer_draft import LayerDraft, LayerDraftText, WindowOfTarget
 from ..model.memory.draft_window import most_entries
 from ..model.memory.request_caches import RequestCaches
+from ..notes import Note
 from ..planning.draft_forecast import Guessing
 from ..planning.memory import MemoryUse, Reservation
 from ..planning.plan import unpacking_items

@@ -25,7 +25,8 @@ from offspec.scheduler.params import DRAFT_ROWS, MAX_ROWS, SpeculationParams
 from offspec.scheduler.trees.verify import TargetPass
 
 from ..checkpoints.load import is_exact_as_draft, load_decoder
-from ..checkpoints.opening import AUTO, ModelFiles, Note, locate
+from ..checkpoints.model_files import ModelFiles
+from ..checkpoints.opening import AUTO, locate, model_to_plan, open_model
 from ..errors import OffspecError, UsageError, VocabularyMismatchError
 from ..methods import research
 from ..model.block import has_entries_alone, keeps_states, memory_layouts
@@ -37,6 +38,7 @@ from ..model.memory.draft_window import LEAST_WINDOW, WindowedText, context_wind
 from ..model.memory.recurrent_states import RecurrentLayout
 from ..model.memory.request_caches import DraftText, RequestCaches
 from ..model.row_logits import HEAD_ROWS
+from ..notes import Note
 from ..planning.draft_forecast import Guessing
 from ..planning.memory import MemoryUse, Reservation
 from ..planning.plan import all_resident, draft_items, pass_bytes, resident_bytes, unpacking_items
@@ -217,8 +219,8 @@ class OpenedModel:
         path = locate(name, None, "draft", weights=request.tokenizer is not None)
         settings = (request.dtype, request.notes)
         if request.tokenizer is None:
-            return cls.planned(name, ModelFiles.from_config(path, None, *settings), request)
-        files = _in_fastest_rows(ModelFiles.open(path, *settings), request)
+            return cls.planned(name, model_to_plan(path, None, *settings), request)
+        files = _in_fastest_rows(open_model(path, *settings), request)
         other = _other_vocabulary(request.tokenizer, request.target, files)
         if other is not None:
             request.notes.append(other.note(name))

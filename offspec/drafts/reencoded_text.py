@@ -24,9 +24,9 @@ from offspec.scheduler.params import MAX_ROWS
 from offspec.scheduler.trees.token_tree import ROOT, IntArray, node_paths
 from offspec.scheduler.trees.vocabulary import Vocabulary
 
-from ..checkpoints.opening import Note
 from ..model.decoder import CachedDecoder, Decoder
 from ..model.memory.draft_window import WindowedText
+from ..notes import Note
 from ..text.reencoding import Reencoder
 from ..text.shared_tokens import SharedTokens
 from ..text.tokenizer import Tokenizer

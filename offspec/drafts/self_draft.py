@@ -25,13 +25,14 @@ from ..checkpoints.exit_layers import (
     refuse_shared_entries,
     refuse_states,
 )
-from ..checkpoints.opening import ModelFiles, Note
+from ..checkpoints.model_files import ModelFiles
 from ..errors import UsageError
 from ..model.block import keeps_states
 from ..model.cuda_graphs import RoundBuffers, is_static
 from ..model.decoder import Decoder
 from ..model.early_exit import EarlyExit, shared_text
 from ..model.memory.request_caches import RequestCaches
+from ..notes import Note
 from ..planning.draft_forecast import Guessing
 from ..planning.memory import MemoryUse, Reservation
 from ..user_folders import expand_home

@@ -9,8 +9,8 @@ from typing import Any
 
 from offspec.loaders.streaming.placement import EXPERTS_ITEM
 
-from ..checkpoints.opening import Note
 from ..errors import OffspecError
+from ..notes import Note
 from ..planning.draft_forecast import Drafting, RatesOf, predict_drafting
 from ..planning.plan import PROGRAM_ITEM, Plan
 from .acceptance import LOOKUP

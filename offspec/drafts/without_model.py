@@ -9,7 +9,7 @@ import torch
 from offspec.loaders.streaming.placement import Placement
 from offspec.scheduler.guessing.lookup import Guesser, PromptLookup
 
-from ..checkpoints.opening import ModelFiles
+from ..checkpoints.model_files import ModelFiles
 from ..planning.draft_forecast import Guessing
 from ..planning.memory import MemoryUse, Reservation
 from .acceptance import LOOKUP

@@ -14,7 +14,7 @@ from functools import partial
 from offspec.backends.device_kinds import DeviceKind
 from offspec.loaders.machine.hardware import Rates
 
-from ..checkpoints.opening import ModelFiles
+from ..checkpoints.model_files import ModelFiles
 from ..model.block import kv_layouts
 from ..model.memory.kv_cache import KVLayout
 from ..model.memory.kv_formats import KVFormat, most_unpacked

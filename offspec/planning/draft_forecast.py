@@ -15,7 +15,7 @@ import numpy as np
 from offspec.loaders.machine.hardware import Rates
 from offspec.scheduler.params import SpeculationParams
 
-from ..checkpoints.opening import ModelFiles
+from ..checkpoints.model_files import ModelFiles
 from ..model.row_logits import HEAD_ROWS
 from .attention_time import seconds_of_attention, seconds_per_element
 from .plan import LAYER_LAUNCHES, PassWork, Plan, resident_layer_s

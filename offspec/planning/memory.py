@@ -12,7 +12,7 @@ from typing import Protocol
 from offspec.backends.device_kinds import GPU, DeviceKind
 from offspec.loaders.streaming.placement import Item
 
-from ..checkpoints.opening import ModelFiles
+from ..checkpoints.model_files import ModelFiles
 from ..model.pass_rows import PASS_ROWS
 
 AUTO = "auto"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from offspec.loaders.streaming.placement import Item
 
-from ..checkpoints.opening import ModelFiles
+from ..checkpoints.model_files import ModelFiles
 from .memory import MemoryUse, Reservation
 from .plan import Plan
 

@@ -41,7 +41,7 @@ from offspec.loaders.streaming.placement import (
 )
 from offspec.loaders.streaming.stored_model import StoredUnit
 
-from ..checkpoints.opening import ModelFiles
+from ..checkpoints.model_files import ModelFiles
 from ..errors import ContextLengthError, MemoryLimitError, UsageError
 from ..model.block import memory_layouts
 from ..model.decoder import activation_bytes

@@ -27,7 +27,8 @@ from offspec.loaders.machine.measure import (
 )
 from offspec.loaders.machine.product_rates import forms_of, kernels_of, product_flops
 
-from ..checkpoints.opening import ModelFiles, Note
+from ..checkpoints.model_files import ModelFiles
+from ..notes import Note
 from .memory import MemoryOptions, MemoryUser
 from .plan import Plan, limits_of, make_plan
 

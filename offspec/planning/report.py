@@ -8,10 +8,10 @@ from dataclasses import replace
 from offspec.loaders.streaming.placement import Limits
 from offspec.loaders.units import format_quantity, format_seconds, format_size
 
-from ..checkpoints.opening import Note
 from ..errors import MemoryLimitError
 from ..model.memory.kv_formats import PLAIN
 from ..model.rope_config import LONG_FACTORS, ORIGINAL_CONTEXT, SHORT_FACTORS
+from ..notes import Note
 from .attention_time import attention_shapes
 from .memory import AUTO, MemoryOptions
 from .plan import DEFAULT_CONTEXT, Plan

@@ -14,7 +14,7 @@ import torch
 from offspec.backends.device_kinds import kind_of
 from offspec.loaders.machine.hardware import may_spill
 
-from ..checkpoints.opening import Note
+from ..notes import Note
 from .plan import Plan
 
 SLOWER = 3.0  # times as long as predicted

@@ -27,7 +27,8 @@ from ..checkpoints.exit_layers import (
     refuse_states,
     save,
 )
-from ..checkpoints.opening import DTYPES, ModelFiles, open_target
+from ..checkpoints.model_files import ModelFiles
+from ..checkpoints.opening import DTYPES, open_target
 from ..model.decoder import Decoder
 from ..model.early_exit import EarlyExit
 from ..text.tokenizer import Tokenizer

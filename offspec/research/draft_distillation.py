@@ -22,7 +22,7 @@ from offspec.loaders.streaming.weights import RamWeights
 from ..checkpoints.atomic_files import refuse_replacing
 from ..checkpoints.exit_layers import refuse_foreign
 from ..checkpoints.load import load_decoder
-from ..checkpoints.opening import ModelFiles, locate
+from ..checkpoints.opening import locate, open_model
 from ..checkpoints.saving import NewCheckpoint
 from ..errors import UsageError, VocabularyMismatchError
 from ..model.config import ModelConfig
@@ -77,7 +77,7 @@ class Untrained:
     def of_model(cls, model: str | Path, tokenizer: Tokenizer, device: torch.device) -> Untrained:
         """A draft model with the target's vocabulary. Raises a subclass of OffspecError."""
         path = locate(str(model), None, "draft")
-        files = ModelFiles.open(path, "fp32", [])
+        files = open_model(path, "fp32", [])
         refuse_foreign(files.config, "distilling a draft")
         tokenizer_path = files.checkpoint.tokenizer_path
         if tokenizer_path is not None:

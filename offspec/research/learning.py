@@ -9,7 +9,7 @@ from typing import Any
 from offspec.loaders.streaming.placement import Item
 
 from ..checkpoints.atomic_files import check_writable
-from ..checkpoints.opening import ModelFiles
+from ..checkpoints.model_files import ModelFiles
 from ..drafts.base import DraftOptions, Learner, OpenedDraft, OpenRequest
 from ..drafts.head_draft import OpenedHead
 from ..drafts.model_draft import OpenedModel

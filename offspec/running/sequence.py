@@ -20,7 +20,6 @@ from offspec.scheduler.trees.sampling import Sampler
 from offspec.scheduler.trees.token_tree import FloatArray, TokenTree
 from offspec.scheduler.trees.verify import TargetPass, Verdict
 
-from ..checkpoints.opening import Note
 from ..drafts.base import DraftTask
 from ..errors import ConstraintError, NumericalError, OffspecError
 from ..model.exactness import reason_of
@@ -28,6 +27,7 @@ from ..model.memory.request_caches import RequestCaches
 from ..model.memory.text_pool import Ids
 from ..model.pass_rows import TextRows
 from ..model.row_logits import RowLogits
+from ..notes import Note
 from ..planning.out_of_memory import out_of_memory_message, retry_out_of_memory
 from ..stats import Stats
 from .kv_reservation import KVReservation

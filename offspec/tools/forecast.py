@@ -22,13 +22,15 @@ from offspec.loaders.units import format_count, format_quantity, format_size
 
 from .. import builtin
 from ..checkpoints.gguf import gguf_labels
-from ..checkpoints.opening import ModelFiles, Note, choose_device, dtype_on, locate
+from ..checkpoints.model_files import ModelFiles
+from ..checkpoints.opening import choose_device, dtype_on, locate, model_to_plan
 from ..drafts.base import OpenRequest
 from ..drafts.weighing import NO_DRAFT, Scales, by_rate
 from ..drafts.weighing import Prospect as Prospect
 from ..errors import OffspecError, UsageError
 from ..load_options import LoadOptions
 from ..loading import draft_options, memory_options
+from ..notes import Note
 from ..planning.draft_forecast import Drafting as Drafting
 from ..planning.other_programs import READ_SHARE, llama_cpp_tokens_per_s
 from ..planning.parked_texts import ParkedTexts
@@ -427,10 +429,10 @@ def _with_disk(rates: Rates, bytes_per_s: float, source: str) -> Rates:
 def _open_to_plan(machine: Machine, options: LoadOptions, notes: list[Note]) -> OpenRequest:
     """Open the target, for drafts that are only planned for; for hub ids, only config.json is downloaded."""
     path, form = locate(options.model, options.revision, "target", weights=False), machine.assumed.form
-    target = ModelFiles.from_config(path, form, options.dtype, notes)
+    target = model_to_plan(path, form, options.dtype, notes)
     if form is not None:
         with suppress(OffspecError):  # the format in which it is here may be one that does not run
-            here = ModelFiles.from_config(path, None, options.dtype, [])
+            here = model_to_plan(path, None, options.dtype, [])
             if here.packed_form is not None and target.weight_bytes > here.weight_bytes:
                 text = f"the weights of {path.name} would be larger in {form} than in {here.packed_form}, as they are"
                 notes.append(Note(f"{text}, and rounded twice", advice=True))

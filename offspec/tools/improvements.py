@@ -13,7 +13,8 @@ from typing import Any
 from offspec.loaders.machine.hardware import Rates
 from offspec.scheduler.params import MOST_STATE_NODES
 
-from ..checkpoints.opening import DTYPES, ModelFiles
+from ..checkpoints.model_files import ModelFiles
+from ..checkpoints.opening import DTYPES, model_to_plan
 from ..drafts.base import OpenedDraft
 from ..drafts.weighing import Prospect
 from ..errors import MemoryLimitError, OffspecError
@@ -96,7 +97,7 @@ class Improvements:
             return None
         dtype = next(name for name, plan in DTYPES.items() if plan == target.dtype)
         try:
-            packed = ModelFiles.from_config(target.checkpoint.path, FOUR_BIT, dtype, [])
+            packed = model_to_plan(target.checkpoint.path, FOUR_BIT, dtype, [])
             plan = self.plan.with_target(packed)
         except OffspecError:  # the format does not support this shape
             return None

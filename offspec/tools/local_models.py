@@ -13,11 +13,12 @@ from offspec.loaders.files.containers import is_checkpoint
 from offspec.loaders.files.gguf_file import BESIDE_MODELS, part_paths
 
 from ..checkpoints.head_files import is_head
-from ..checkpoints.opening import ModelFiles, Note, locate
+from ..checkpoints.opening import locate, open_model
 from ..checkpoints.shadows import made_shadows
 from ..drafts.self_draft import trained_exits
 from ..errors import CheckpointError, OffspecError, UsageError
 from ..named_models import BUILTIN, MODEL_NAMES, named_path
+from ..notes import Note
 
 MOST_DEPTH = 3  # of folders below the one that is searched
 HEAD_FAULT = "a trained head, which is no model: give it as `draft`"
@@ -52,7 +53,7 @@ def described(name: str, path: Path) -> LocalModel:
         if path.is_dir() and is_head(path):
             return LocalModel(name, path, size, fault=HEAD_FAULT)
         notes = list[Note]()
-        files = ModelFiles.open(path, "auto", notes, headers_only=True)
+        files = open_model(path, "auto", notes, headers_only=True)
         form = files.packed_form or str(files.dtype).removeprefix("torch.")
         facts = (files.config.model_type, files.num_parameters, files.config.max_context)
         drafts = [BUILTIN] if name == BUILTIN else [f"shadow:{bits}" for bits in made_shadows(files)]

@@ -8,7 +8,7 @@ from offspec.loaders.convert import Conversion
 from offspec.loaders.params import Progress
 
 from ..checkpoints import shadows
-from ..checkpoints.opening import ModelFiles, open_target
+from ..checkpoints.opening import open_model, open_target
 
 
 def make_shadow(model: str, bits: int, folder: Path | None = None, *, progress: Progress | None = None) -> Conversion:
@@ -21,4 +21,4 @@ def make_shadow(model: str, bits: int, folder: Path | None = None, *, progress: 
 
 def check_runs(folder: Path) -> None:
     """Raises a subclass of OffspecError if offspec cannot run the checkpoint in this folder."""
-    ModelFiles.open(folder, "auto", [])
+    open_model(folder, "auto", [])

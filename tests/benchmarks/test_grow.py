@@ -15,7 +15,7 @@ from benchmarks.grow import SHAPES, Layout, Shape, grow, grow_exit
 from offspec import Engine, SamplingParams, SpeculationParams, builtin
 from offspec.backends.weights import dense
 from offspec.checkpoints.exit_layers import save
-from offspec.checkpoints.opening import ModelFiles
+from offspec.checkpoints.opening import open_model
 from offspec.errors import UsageError
 from offspec.loaders.files.containers import open_checkpoint
 from offspec.loaders.formats import stored_weights
@@ -64,7 +64,7 @@ def passes(folder: Path, exit_file: Path) -> list[int]:
 
 def test_an_exit_layer_brings_what_it_brings_the_small_model(grown: Path, tmp_path: Path) -> None:
     """The copied last layer, without training."""
-    source = ModelFiles.open(SOURCE, "fp32", [])
+    source = open_model(SOURCE, "fp32", [])
     last = f"{LAYER_PREFIX}{source.config.num_layers - 1}."
     layer = {name.removeprefix(last): weight for name, weight in tensors(SOURCE).items() if name.startswith(last)}
     save(tmp_path / "exit.safetensors", layer, source, 4)

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks import mixtures
 from offspec.checkpoints.load import load_decoder
-from offspec.checkpoints.opening import ModelFiles
+from offspec.checkpoints.opening import open_model
 from offspec.planning.plan import all_resident
 
 from ..llama_cpp import LlamaCpp
@@ -48,7 +48,7 @@ def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
 def test_a_file_is_what_both_programs_read(small: str, llama_cpp: LlamaCpp, tmp_path: Path) -> None:
     path, prompt = tmp_path / "model.gguf", list(range(4, 20))
     mixtures.write_file(path, mixtures.SHAPES[small], 4)
-    files = ModelFiles.open(path, "fp32", [])
+    files = open_model(path, "fp32", [])
     assert {info.dtype for info in files.checkpoint.tensors.values()} == TYPES[small]
     decoder = load_decoder(files, all_resident(files), torch.device("cpu"))
     hidden = decoder.forward(torch.tensor(prompt), torch.arange(len(prompt)), decoder.new_cache())

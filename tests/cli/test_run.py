@@ -14,10 +14,10 @@ import pytest
 from click import Context
 
 from offspec import Engine, SamplingParams, SpeculationParams
-from offspec.checkpoints.opening import Note
 from offspec.cli.flag_declarations import REPLACED
 from offspec.cli.main import COMMANDS, LazyGroup, cli
 from offspec.loaded_target import LoadedTarget
+from offspec.notes import Note
 from offspec.planning import plan
 from offspec.running.batch import Batch
 from offspec.scheduler.pace.speculation_switch import SpeculationSwitch

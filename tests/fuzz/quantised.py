@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from offspec.checkpoints.opening import ModelFiles
+from offspec.checkpoints.opening import model_to_plan
 from offspec.loaders.files.checkpoint import DTYPE_BYTES
 from offspec.stats import peak_host_bytes
 
@@ -345,5 +345,5 @@ def _outcome(found: Said | str, expected: Said) -> str:
 
 def _planned(folder: Path) -> str | None:
     """What is wrong with a plan from config.json alone; None if nothing is."""
-    found = outcome_of(lambda: ModelFiles.from_config(folder, None, "fp32", []))
+    found = outcome_of(lambda: model_to_plan(folder, None, "fp32", []))
     return found if isinstance(found, str) and found != "refused" else None

@@ -15,7 +15,8 @@ import torch
 
 from offspec import Engine, SamplingParams, builtin
 from offspec.checkpoints.exit_layers import ExitFile, save
-from offspec.checkpoints.opening import ModelFiles
+from offspec.checkpoints.model_files import ModelFiles
+from offspec.checkpoints.opening import open_model
 from offspec.cli.batch import PromptBatch, read_tasks
 from offspec.cli.config import Commands
 from offspec.cli.main import cli
@@ -98,7 +99,7 @@ def read_learnt(adapter: Adapter) -> Read:
 
 @pytest.fixture(scope="module")
 def model_files(pair: Pair) -> ModelFiles:
-    return ModelFiles.open(pair.target, "fp32", [])
+    return open_model(pair.target, "fp32", [])
 
 
 @pytest.fixture

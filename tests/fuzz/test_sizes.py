@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 
 from offspec.checkpoints.gguf import translated
 from offspec.checkpoints.head_files import HeadFiles
-from offspec.checkpoints.opening import ModelFiles
+from offspec.checkpoints.opening import model_to_plan, open_model
 from offspec.errors import CheckpointError
 from offspec.loaders.files.gguf_file import read_model
 from offspec.model.config import read_config
@@ -97,7 +97,7 @@ def in_file(file: Path, read: Callable[[], object]) -> Callable[[dict[str, Any]]
 @pytest.mark.parametrize("model_type", sorted({family.model_type for family in FAMILIES.values()}))
 def test_sizes_in_a_config_without_weights(model_type: str, tmp_path: Path) -> None:
     family = next(family for family in FAMILIES.values() if family.model_type == model_type)
-    read = in_file(tmp_path / "config.json", lambda: ModelFiles.from_config(tmp_path, None, "auto", []))
+    read = in_file(tmp_path / "config.json", lambda: model_to_plan(tmp_path, None, "auto", []))
     judge_sizes(model_type, config_json(family), read)
 
 
@@ -113,13 +113,13 @@ def test_sizes_in_a_config_of_weights(pair: Pair, tmp_path: Path) -> None:
     for file in pair.target.iterdir():
         (tmp_path / file.name).symlink_to(file)
     (tmp_path / "config.json").unlink()
-    judge_sizes("llama", content, in_file(tmp_path / "config.json", lambda: ModelFiles.open(tmp_path, "fp32", [])))
+    judge_sizes("llama", content, in_file(tmp_path / "config.json", lambda: open_model(tmp_path, "fp32", [])))
 
 
 @pytest.mark.parametrize("kind", HEADS)
 def test_sizes_in_the_config_of_a_head(kind: str, pair: Pair, tmp_path: Path) -> None:
     config, tensors = HEADS[kind]
-    folder, target = write_folder(tmp_path, config, tensors()), ModelFiles.open(pair.target, "fp32", []).config
+    folder, target = write_folder(tmp_path, config, tensors()), open_model(pair.target, "fp32", []).config
     read = in_file(folder / "config.json", lambda: HeadFiles.open(folder, target))
     read(config)
     judge_sizes(kind, config, read)
@@ -139,13 +139,13 @@ def test_sizes_in_a_header(pair: Pair, tmp_path: Path) -> None:
     def read(changed: dict[str, Any]) -> None:
         text = json.dumps({**header, **changed}).encode()
         weights.write_bytes(struct.pack("<Q", len(text)) + text + data)
-        ModelFiles.open(tmp_path, "fp32", [])
+        open_model(tmp_path, "fp32", [])
 
     judge_sizes("header", few, read)
     for size in (0, 1, 2**24, 2**31, 2**63):
         weights.write_bytes(struct.pack("<Q", size) + content[8:])
         with little_memory():
-            judge(f"header of {size} bytes", lambda: ModelFiles.open(tmp_path, "fp32", []))
+            judge(f"header of {size} bytes", lambda: open_model(tmp_path, "fp32", []))
 
 
 @pytest.mark.slow
@@ -171,4 +171,4 @@ def test_sizes_in_params_json(tiny_model: GetModel, tmp_path: Path) -> None:
         tmp_path / "folder", config, load_file(model.folder / "model.safetensors"), sliding_window=[8]
     )
     params = json.loads((folder / "params.json").read_text())
-    judge_sizes("params", params, in_file(folder / "params.json", lambda: ModelFiles.open(folder, "fp32", [])))
+    judge_sizes("params", params, in_file(folder / "params.json", lambda: open_model(folder, "fp32", [])))

@@ -38,7 +38,7 @@ SERVICE = [ROOT / "cli" / "server" / name for name in ("service.py", "constraint
 ALLOWED_IN_SERVICE = r"offspec\.(engine|running|session|text|model\.memory\.text_pool|planning\.parked_texts)(\..+)?"
 # The rooms of offspec/ (a folder or a module each), from the ground up: a room imports from lower floors alone.
 FLOORS = (
-    ("errors", "user_folders", "methods", "stats", "background", "process", "builtin"),
+    ("errors", "user_folders", "methods", "notes", "stats", "background", "process", "builtin"),
     ("text", "model", "named_models", "load_options"),
     ("checkpoints",),
     ("planning", "user_files"),

@@ -21,7 +21,8 @@ from torch import Tensor
 from offspec import Engine, SamplingParams
 from offspec.backends.weights import PackedMatrix
 from offspec.checkpoints.load import load_decoder
-from offspec.checkpoints.opening import ModelFiles, Note, open_target
+from offspec.checkpoints.model_files import ModelFiles
+from offspec.checkpoints.opening import model_to_plan, open_model, open_target
 from offspec.errors import CheckpointError
 from offspec.loaders.files.checkpoint import TensorInfo, fault
 from offspec.loaders.files.containers import CONTAINERS, largest_weight_file, open_checkpoint
@@ -29,6 +30,7 @@ from offspec.loaders.formats import FORMATS, StoredWeight, WeightFormat, stored_
 from offspec.loaders.formats.core import PackedStored, TensorGroup
 from offspec.loaders.machine.measure import measure_dequantise
 from offspec.loaders.streaming.placement import Placement, Slots, places_of
+from offspec.notes import Note
 from offspec.planning.plan import all_resident
 
 from ..pair import Pair, build_pair
@@ -184,8 +186,8 @@ def states(files: ModelFiles, placement: Placement) -> Tensor:
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_a_pass_is_that_of_the_same_weights_in_safetensors(pair: Pair, is_streamed: bool) -> None:
     notes = list[Note]()
-    plain = ModelFiles.open(pair.target, "fp32", [])
-    files = ModelFiles.open(pair.target / "model.one", "fp32", notes)
+    plain = open_model(pair.target, "fp32", [])
+    files = open_model(pair.target / "model.one", "fp32", notes)
     assert (plain.packed_form, files.packed_form) == (None, "reversed")
     assert [note.text for note in notes] == ["weights are read from one file"]
     assert files.num_parameters == plain.num_parameters
@@ -210,7 +212,7 @@ def test_it_is_a_model_like_any_other(pair: Pair) -> None:
     assert largest_weight_file(path) == path
     files, planned = (
         open_target(str(path), None, "fp32"),
-        ModelFiles.from_config(path, "bf16", "bf16", []),
+        model_to_plan(path, "bf16", "bf16", []),
     )
     assert planned.num_parameters == files.num_parameters
     assert planned.stored.layers[0].record.nbytes < files.stored.layers[0].record.nbytes

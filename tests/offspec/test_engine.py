@@ -19,7 +19,7 @@ import torch
 from offspec import Engine, SamplingParams, SpeculationParams, Step
 from offspec.builtin import path as builtin_path
 from offspec.checkpoints import opening
-from offspec.checkpoints.opening import ModelFiles, Note, choose_device
+from offspec.checkpoints.opening import choose_device, open_model
 from offspec.drafts.model_draft import ModelDraft
 from offspec.drafts.recall import RecallingText
 from offspec.drafts.without_model import NoDraft
@@ -36,6 +36,7 @@ from offspec.loaders.machine.gpu_support import GpuFault
 from offspec.loaders.machine.hardware import Gpu
 from offspec.loaders.streaming.tiers import TieredWeights
 from offspec.model.decoder import random_decoder
+from offspec.notes import Note
 from offspec.running import passes
 from offspec.scheduler.drafting.child_scores import ChildScorer
 from offspec.scheduler.pace.trials import OverlapSwitch
@@ -546,7 +547,7 @@ def test_device_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cards_without_bf16(capability: tuple[int, int], model_type: str, dtype: torch.dtype) -> None:
     """fp16, or fp32 for families whose activations exceed its range; what a user sets is kept."""
     gpu = Gpu("RTX", 0, 11 * 2**30, 10 * 2**30, capability)
-    files = ModelFiles.open(builtin_path("target"), "bf16", [])
+    files = open_model(builtin_path("target"), "bf16", [])
     config, notes = replace(files.config, model_type=model_type), list[Note]()
     wanted = opening.dtype_on("auto", gpu)
     assert opening.choose_dtype(wanted, "model", config, files.stored, notes) == dtype

@@ -14,7 +14,7 @@ import torch
 from offspec import Engine, SamplingParams, SpeculationParams, loading
 from offspec.backends.weights import Weight
 from offspec.checkpoints.load import load_weights
-from offspec.checkpoints.opening import ModelFiles
+from offspec.checkpoints.opening import open_model
 from offspec.checkpoints.shadows import make_shadow
 from offspec.errors import UsageError
 from offspec.loaders.streaming.experts import CachedExperts, ResidentExperts
@@ -76,7 +76,7 @@ def test_drafts_change_no_text(
 
 
 def test_what_copies_or_trains_whole_layers_is_refused(pair: Pair) -> None:
-    files = ModelFiles.open(pair.target, "fp32", [])
+    files = open_model(pair.target, "fp32", [])
     with pytest.raises(UsageError, match="a shadow is for models without experts, and this qwen3_moe has 8"):
         make_shadow(files, 4)
     for draft, feature in (("shadow", "a shadow"), ("self", "an exit layer")):
@@ -130,7 +130,7 @@ def storage_bytes(weights: Iterator[Weight]) -> int:
 
 def test_experts_take_the_memory_that_was_planned(tmp_path: Path) -> None:
     large = build_pair(tmp_path, num_layers=2, **MIXTURE | {"moe_intermediate_size": 512})
-    files = ModelFiles.open(large.target, "fp32", [])
+    files = open_model(large.target, "fp32", [])
     costs, cost = [layer.cost(files.dtype) for layer in files.stored.layers], experts_cost(files)
     assert cost is not None
     limit = sum(layer.resident_bytes for layer in costs) + 9 * cost.slot_bytes + 100

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from offspec import Constraint, ConvertParams, Engine, PromptCache, SamplingParams, SpeculationParams, convert
 from offspec.backends.arithmetic import EXACT
 from offspec.checkpoints.load import WeightSettings, load_decoder
-from offspec.checkpoints.opening import ModelFiles
+from offspec.checkpoints.opening import open_model
 from offspec.drafts.base import DraftOptions, OpenRequest
 from offspec.drafts.kinds import open_draft
 from offspec.drafts.model_draft import ModelDraft
@@ -136,7 +136,7 @@ def build(model_type: str, tmp_path_factory: pytest.TempPathFactory, **settings:
 
 def loaded(folder: Path, *resident: int, dtype: str = "fp32") -> Decoder:
     """All layers stay, or these alone, and the others come from disk."""
-    files = ModelFiles.open(folder, dtype, [])
+    files = open_model(folder, dtype, [])
     if not resident:
         return load_decoder(files, all_resident(files), CPU)
     others = tuple(layer for layer in range(len(LAYERS)) if layer not in resident)
@@ -202,7 +202,7 @@ def test_drafts_of_the_targets_own_layers(engine: Engine, folder: Path, draft: s
     """Shadows of the streamed layers, the resident ones, and the first ones, which go on from the target's states."""
     if folder.name.startswith(("averaging", "gemma4")):
         pytest.skip("drafts know no layers of this kind")
-    files = ModelFiles.open(folder, "fp32", [])
+    files = open_model(folder, "fp32", [])
     options = DraftOptions(draft, exit_layer=2 if draft == "self" else None)
     opened = open_draft("target", OpenRequest(options, files, engine.tokenizer, "fp32", []))
     target = loaded(folder, 0, 1)

@@ -10,7 +10,7 @@ import torch
 
 from offspec.checkpoints import load
 from offspec.checkpoints.load import load_decoder
-from offspec.checkpoints.opening import ModelFiles
+from offspec.checkpoints.opening import open_model
 from offspec.loaders.streaming.placement import Limits, Placement, Slots, places_of
 from offspec.loaders.streaming.weights import RamWeights
 from offspec.process import disable_cudnn_attention, set_num_threads
@@ -56,7 +56,7 @@ def test_every_decoder_on_a_gpu_computes_without_cudnn_and_with_fp32_sums(
     asked: list[bool] = []
     monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", asked.append)
     monkeypatch.setattr(load, "Decoder", lambda *args, **options: None)
-    files = ModelFiles.open(build(FAMILIES["llama-gqa"], tmp_path).folder, "fp32", [])
+    files = open_model(build(FAMILIES["llama-gqa"], tmp_path).folder, "fp32", [])
     load.decoder_over(files, RamWeights([], {}), torch.device("cuda"))
     assert asked == [False]
     assert not any(reduced())
@@ -66,7 +66,7 @@ def test_every_decoder_on_a_gpu_computes_without_cudnn_and_with_fp32_sums(
 def test_a_model_that_is_loaded_on_the_cpu_changes_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[bool] = []
     monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", asked.append)
-    files = ModelFiles.open(build(FAMILIES["llama-gqa"], tmp_path).folder, "fp32", [])
+    files = open_model(build(FAMILIES["llama-gqa"], tmp_path).folder, "fp32", [])
     everything = places_of(resident=range(files.config.num_layers))
     placement = Placement(everything, Slots(0, 0, 0), (), Limits(None, 0), 0, 0)
     load_decoder(files, placement, torch.device("cpu")).weights.close()

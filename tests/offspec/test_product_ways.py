@@ -18,7 +18,7 @@ from offspec import Engine, SamplingParams, convert
 from offspec.backends.x86.processor import using
 from offspec.backends.x86.row_product import RowProduct
 from offspec.checkpoints.load import WeightSettings, load_decoder
-from offspec.checkpoints.opening import ModelFiles
+from offspec.checkpoints.opening import open_model
 from offspec.loaded_target import LoadedTarget
 from offspec.loaders.streaming.placement import Limits, Placement, Slots, places_of
 from offspec.model.decoder import Decoder
@@ -75,7 +75,7 @@ def multiplied(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 def stream(folder: Path) -> Decoder:
     """All layers from disk."""
-    files = ModelFiles.open(folder, "fp32", [])
+    files = open_model(folder, "fp32", [])
     layers = files.stored.layers
     slot = max(layer.cost(files.dtype).slot_bytes for layer in layers)
     placement = Placement(places_of(on_disk=range(len(layers))), Slots(2, 0, slot), (), Limits(None, 0), 0, 0)

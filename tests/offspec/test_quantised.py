@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from offspec.checkpoints.load import WeightSettings, load_decoder
-from offspec.checkpoints.opening import ModelFiles
+from offspec.checkpoints.opening import open_model
 from offspec.loaders.formats.process_state import bitsandbytes_functional
 from offspec.loaders.streaming.placement import Limits, Placement, Slots, places_of
 from offspec.model.decoder import CachedDecoder, Decoder
@@ -69,7 +69,7 @@ def greedy(decoder: Decoder) -> list[int]:
 )
 def test_greedy_tokens_are_those_of_transformers(options: dict[str, Any], tmp_path: Path) -> None:
     folder, model = quantized(tmp_path, **options)
-    files = ModelFiles.open(folder, "fp32", [])
+    files = open_model(folder, "fp32", [])
     num_layers = files.config.num_layers
     slot = max(layer.record.nbytes for layer in files.stored.layers)
     on_disk = Placement(places_of(on_disk=range(num_layers)), Slots(2, 0, slot), (), Limits(None, 0), 0, 0)

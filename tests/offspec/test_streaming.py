@@ -20,7 +20,8 @@ import torch
 
 from offspec import Engine, SamplingParams, SpeculationParams, loading
 from offspec.checkpoints.load import WeightSettings, load_decoder
-from offspec.checkpoints.opening import ModelFiles
+from offspec.checkpoints.model_files import ModelFiles
+from offspec.checkpoints.opening import open_model
 from offspec.errors import CheckpointError, MemoryLimitError, UsageError
 from offspec.loaded_target import LoadedTarget, PlannedMemory
 from offspec.loaders.streaming.placement import KV_ITEM, Item, Limits, Placement, Slots, places_of, scattered
@@ -47,7 +48,7 @@ def engine(pair: Pair) -> Iterator[Engine]:
 
 
 def stream(folder: Path, resident: tuple[int, ...] = (), *, synchronous: bool = False, dtype: str = "fp32") -> Decoder:
-    files = ModelFiles.open(folder, dtype, [])
+    files = open_model(folder, dtype, [])
     costs = [layer.cost(files.dtype) for layer in files.stored.layers]
     places = places_of(resident=resident, on_disk=(i for i in range(len(costs)) if i not in resident))
     slot = max(cost.slot_bytes for cost in costs)
@@ -115,7 +116,7 @@ def test_layers_stay_as_long_as_texts_are_short(engine: Engine, tmp_path: Path) 
     """A plan makes room for the KV cache of a whole context: what a text does not need of it holds layers meanwhile."""
     folder = build_pair(tmp_path, num_layers=9).target
     target, twin = stream(folder), stream(folder, tuple(range(9)))
-    files = ModelFiles.open(folder, "fp32", [])
+    files = open_model(folder, "fp32", [])
     layer = files.stored.layers[0].record
 
     def kv_bytes(num_entries: int) -> int:
@@ -185,7 +186,7 @@ def test_a_prompt_of_8192_tokens_reads_the_weights_once(pair: Pair, tmp_path: Pa
     folder = shorten(variant(pair.target, tmp_path / "long"), 1)
     (folder / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 1, "max_position_embeddings": 9000}))
     target = stream(folder)
-    per_pass = sum(layer.record.read_bytes for layer in ModelFiles.open(folder, "fp32", []).stored.layers)
+    per_pass = sum(layer.record.read_bytes for layer in open_model(folder, "fp32", []).stored.layers)
     text = CachedDecoder(target, 8200)
     text.score_rows([i % 300 for i in range(8192)], *NO_NODES)
     assert target.weights.bytes_streamed == per_pass
@@ -263,7 +264,7 @@ def test_threads_take_turns(engine: Engine, pair: Pair) -> None:
 def test_nothing_waits_for_the_device_within_a_pass(pair: Pair) -> None:
     """From the first layer to the last no operation makes the host wait; torch raises where one does."""
     device = torch.device("cuda:0")
-    files = ModelFiles.open(pair.target, "fp32", [])
+    files = open_model(pair.target, "fp32", [])
     slot, everything = max(layer.record.nbytes for layer in files.stored.layers), tuple(range(files.config.num_layers))
     placement = Placement(places_of(in_ram=everything), Slots(2, 0, slot), (), Limits(2**30, 2**30), 0, 0)
     decoder = load_decoder(files, placement, device, WeightSettings(has_far_embedding=True))

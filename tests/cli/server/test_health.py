@@ -16,7 +16,7 @@ import torch
 
 from offspec import ConvertParams, Engine, convert
 from offspec.checkpoints.load import WeightSettings, load_decoder
-from offspec.checkpoints.opening import ModelFiles
+from offspec.checkpoints.opening import open_model
 from offspec.cli.server.service import Service
 from offspec.errors import CheckpointError, ConstraintError, HardwareError, MemoryLimitError, UsageError
 from offspec.loaded_target import LoadedTarget
@@ -37,7 +37,7 @@ HEALTHY = Reply(200, {"status": "ok"})
 @contextmanager
 def streamed(folder: Path) -> Iterator[Engine]:
     """An engine that reads all layers from disk in each pass."""
-    files = ModelFiles.open(folder, "fp32", [])
+    files = open_model(folder, "fp32", [])
     costs = [layer.cost(files.dtype) for layer in files.stored.layers]
     slots = Slots(2, 0, max(cost.slot_bytes for cost in costs))
     placement = Placement(places_of(on_disk=range(len(costs))), slots, (), Limits(None, 0), 0, 0)

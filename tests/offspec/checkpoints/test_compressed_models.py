@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from offspec import Engine
-from offspec.checkpoints.opening import ModelFiles
+from offspec.checkpoints.opening import open_model
 from offspec.errors import CheckpointError
 
 from ...loaders.formats.test_compressed_tensors import Case, calibrated, floats, integers
@@ -112,7 +112,7 @@ def model(request: pytest.FixtureRequest, pair: Pair, tmp_path_factory: pytest.T
 
 
 def test_logits_are_the_librarys(model: Model) -> None:
-    files = ModelFiles.open(model.packed, "fp32", [])
+    files = open_model(model.packed, "fp32", [])
     assert files.packed_form == model.form
     torch.testing.assert_close(logits(model.packed), model.logits, rtol=1e-4, atol=1e-4)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from benchmarks.drafts.beside_llama_cpp import write_head
 from offspec.checkpoints.head_files import HeadFiles, is_head
-from offspec.checkpoints.opening import ModelFiles
+from offspec.checkpoints.opening import open_model
 from offspec.errors import CheckpointError
 
 from ...pair import Pair, build_pair
@@ -54,7 +54,7 @@ def head(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def test_the_same_head(head: tuple[Path, Path], pair: Pair) -> None:
     """Its shape, the target's layers that it reads, and every number of it."""
-    target = ModelFiles.open(pair.target, "fp32", []).config
+    target = open_model(pair.target, "fp32", []).config
     folder, file = (HeadFiles.open(path, target) for path in head)
     assert is_head(head[1])
     assert file.spec.target_layers == folder.spec.target_layers
@@ -67,4 +67,4 @@ def test_the_same_head(head: tuple[Path, Path], pair: Pair) -> None:
 
 def test_a_head_is_no_model(head: tuple[Path, Path]) -> None:
     with refused(CheckpointError, "is a head", "draft of its model"):
-        ModelFiles.open(head[1], "fp32", [])
+        open_model(head[1], "fp32", [])

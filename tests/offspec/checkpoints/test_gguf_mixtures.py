@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from offspec.checkpoints.opening import ModelFiles
+from offspec.checkpoints.model_files import ModelFiles
+from offspec.checkpoints.opening import model_to_plan
 from offspec.errors import UnsupportedModelError
 
 from ...llama_configs import LLAMA_8B, LLAMA_70B, write_config
@@ -56,7 +57,7 @@ QWEN3_30B_A3B = {
 
 def planned(folder: Path, config: dict[str, Any], form: str) -> ModelFiles:
     write_config(folder, config)
-    return ModelFiles.from_config(folder, form, "bf16", [])
+    return model_to_plan(folder, form, "bf16", [])
 
 
 def types_of(files: ModelFiles) -> dict[str, str]:

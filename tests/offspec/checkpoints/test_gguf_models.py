@@ -19,11 +19,12 @@ from torch import Tensor
 from offspec import ConvertParams, convert
 from offspec.checkpoints.gguf import gguf_labels, translated
 from offspec.checkpoints.load import load_decoder
-from offspec.checkpoints.opening import ModelFiles, Note
+from offspec.checkpoints.opening import model_to_plan, open_model
 from offspec.errors import CheckpointError, MissingWeightsError
 from offspec.loaders.files.checkpoint import Change, CheckpointView
 from offspec.loaders.files.gguf_file import read_model
 from offspec.model.decoder import Decoder
+from offspec.notes import Note
 from offspec.planning.plan import all_resident
 
 from ... import fakes
@@ -134,7 +135,7 @@ def gguf_of(model: TinyModel, folder: Path, kinds: dict[str, str] | None = None)
 
 
 def decoder_of(path: Path, notes: list[Note] | None = None) -> Decoder:
-    files = ModelFiles.open(path, "fp32", [] if notes is None else notes)
+    files = open_model(path, "fp32", [] if notes is None else notes)
     return load_decoder(files, all_resident(files), torch.device("cpu"))
 
 
@@ -297,8 +298,7 @@ def test_it_is_planned_in_another_format_as_its_folder_is(gguf_model: GetModel, 
     for family in ("llama-gqa", "qwen2"):
         model = gguf_model(family)
         found, expected = (
-            ModelFiles.from_config(path, "nf4", "bf16", []).stored.by_name
-            for path in (gguf_of(model, tmp_path), model.folder)
+            model_to_plan(path, "nf4", "bf16", []).stored.by_name for path in (gguf_of(model, tmp_path), model.folder)
         )
         assert {name: weight.shape for name, weight in found.items()} == {n: w.shape for n, w in expected.items()}
 
@@ -306,4 +306,4 @@ def test_it_is_planned_in_another_format_as_its_folder_is(gguf_model: GetModel, 
 def test_a_split_set_that_is_not_all_there_is_not_planned_as_bf16(gguf_model: GetModel, tmp_path: Path) -> None:
     part = gguf_of(gguf_model("qwen3"), tmp_path).rename(tmp_path / "m-00001-of-00002.gguf")
     with refused(MissingWeightsError, part, "1 of 2", "missing"):
-        ModelFiles.from_config(part, "nf4", "bf16", [])
+        model_to_plan(part, "nf4", "bf16", [])

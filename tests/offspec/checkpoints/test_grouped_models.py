@@ -15,7 +15,7 @@ from torch import Tensor
 
 from offspec import Engine
 from offspec.checkpoints.load import WeightSettings, load_decoder
-from offspec.checkpoints.opening import ModelFiles
+from offspec.checkpoints.opening import open_model
 from offspec.cli.main import run
 from offspec.errors import UnsupportedModelError
 from offspec.loaders.machine.hardware import Rates
@@ -127,7 +127,7 @@ def model(request: pytest.FixtureRequest, pair: Pair, tmp_path_factory: pytest.T
 
 
 def logits(folder: Path) -> Tensor:
-    files = ModelFiles.open(folder, "fp32", [])
+    files = open_model(folder, "fp32", [])
     decoder = load_decoder(files, all_resident(files), CPU, WeightSettings(has_far_embedding=True))
     found = CachedDecoder(decoder).score([(7 * i) % 300 for i in range(40)], *NO_NODES)
     decoder.weights.close()

@@ -16,9 +16,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from offspec import convert
-from offspec.checkpoints.opening import ModelFiles, Note
+from offspec.checkpoints.opening import model_to_plan, open_model
 from offspec.errors import CheckpointError, UnsupportedModelError
 from offspec.loaders.params import ConvertParams
+from offspec.notes import Note
 
 from ...fakes import FAMILIES, Family, TinyModel, config_json, randomise
 from ...refusals import refused, tells
@@ -138,8 +139,8 @@ def test_a_copy_is_the_language_model_alone(multimodal: GetModel, tmp_path: Path
 def test_it_is_planned_from_config_json_alone(multimodal: GetModel, tmp_path: Path) -> None:
     shutil.copy(multimodal("gemma3").folder / "config.json", tmp_path)
     notes = list[Note]()
-    planned = ModelFiles.from_config(tmp_path, "bf16", "bf16", notes)
-    opened = ModelFiles.open(multimodal("gemma3").folder, "bf16", [])
+    planned = model_to_plan(tmp_path, "bf16", "bf16", notes)
+    opened = open_model(multimodal("gemma3").folder, "bf16", [])
     assert planned.config == opened.config
     assert planned.num_parameters == opened.num_parameters
     assert any(tells(note.text, "language model", "images") for note in notes)
@@ -158,4 +159,4 @@ def test_what_does_not_say_what_it_is_is_refused(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     with refused(error, *told.split()):
-        ModelFiles.from_config(tmp_path, "bf16", "auto", [])
+        model_to_plan(tmp_path, "bf16", "auto", [])

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from offspec import ConvertParams, convert
-from offspec.checkpoints.opening import ModelFiles
+from offspec.checkpoints.model_files import ModelFiles
+from offspec.checkpoints.opening import model_to_plan, open_model
 from offspec.errors import CheckpointError, OffspecError, UnsupportedModelError, UsageError
 from offspec.loaders.convert import read_whole
 from offspec.loaders.formats.gguf_search import search_rows
@@ -30,14 +31,14 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 def converted(source: Path, target: Path, form: str, imatrix: Path | None = None) -> ModelFiles:
     convert(source, target, ConvertParams(form, imatrix=None if imatrix is None else str(imatrix)))
-    return ModelFiles.open(target, "auto", [])
+    return open_model(target, "auto", [])
 
 
 @pytest.mark.parametrize("form", MADE_MIXTURES)
 def test_matrices_have_llama_cpps_types(pair: Pair, tmp_path: Path, form: str) -> None:
     """Those that a plan has for a GGUF file. Norms stay as they are."""
     made = converted(pair.target, tmp_path / "made", form).stored.by_name
-    planned = ModelFiles.from_config(pair.target, form, "auto", []).stored.by_name
+    planned = model_to_plan(pair.target, form, "auto", []).stored.by_name
     matrices = {name: weight.dtype for name, weight in planned.items() if len(weight.shape) == 2}
     assert {name: made[name].dtype for name in matrices} == matrices
     assert {weight.dtype for name, weight in made.items() if name not in matrices} <= {"BF16", "F32"}
@@ -60,7 +61,7 @@ def test_errors_count_by_importance(pair: Pair, tmp_path: Path) -> None:
     """Of the matrices that the file has; the others are quantised as without it."""
     sums = np.random.default_rng(1).random((1, 256), dtype=np.float32)
     file = write_imatrix(tmp_path / "imatrix.gguf", {"blk.1.attn_q.weight": sums, "blk.9.attn_q.weight": sums})
-    source = ModelFiles.open(pair.target, "auto", []).stored.by_name
+    source = open_model(pair.target, "auto", []).stored.by_name
     made = converted(pair.target, tmp_path / "made", "q4_k_s", file).stored.by_name
     for layer, importance in ((1, torch.from_numpy(sums[0] / 4)), (0, None)):
         name = f"model.layers.{layer}.self_attn.q_proj.weight"

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from offspec import ConvertParams, convert
-from offspec.checkpoints.opening import ModelFiles
+from offspec.checkpoints.opening import model_to_plan, open_model
 from offspec.errors import CheckpointError, MissingWeightsError, UnsupportedModelError
 from offspec.text.tokenizer import Tokenizer
 
@@ -144,9 +144,9 @@ def test_fp8_says_what_it_says_in_the_other_layout(tiny_model: GetModel, tmp_pat
 def test_the_language_model_of_one_that_reads_images(tiny_model: GetModel, tmp_path: Path) -> None:
     model, notes = tiny_model("ministral3"), list[Any]()
     path = mistral_of(model, tmp_path, {"vision_encoder.conv.weight": torch.ones(2, 2)}, vision_encoder={"dim": 2})
-    files = ModelFiles.open(path, "fp32", notes)
+    files = open_model(path, "fp32", notes)
     assert "reads no images" in notes[0].text
-    planned = ModelFiles.from_config(path, "nf4", "bf16", [])
+    planned = model_to_plan(path, "nf4", "bf16", [])
     assert planned.stored.by_name.keys() == files.stored.by_name.keys()
 
 
@@ -168,15 +168,15 @@ def test_what_is_not_understood_is_refused(
 ) -> None:
     path = mistral_of(tiny_model("ministral3"), tmp_path, **more)
     with refused(kind, path, *words):
-        ModelFiles.open(path, "fp32", [])
+        open_model(path, "fp32", [])
 
 
 def test_a_missing_shard_is_named(tiny_model: GetModel, tmp_path: Path) -> None:
     path = mistral_of(tiny_model("ministral3"), tmp_path)
     (path / "consolidated.safetensors").rename(path / "consolidated-00001-of-00002.safetensors")
     with refused(MissingWeightsError, path, "consolidated.safetensors"):
-        ModelFiles.open(path, "fp32", [])
+        open_model(path, "fp32", [])
     index = {"weight_map": {"norm.weight": "consolidated-00002-of-00002.safetensors"}}
     (path / "consolidated.safetensors.index.json").write_text(json.dumps(index))
     with refused(MissingWeightsError, path, "consolidated-00002-of-00002.safetensors"):
-        ModelFiles.open(path, "fp32", [])
+        open_model(path, "fp32", [])

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from offspec import ConvertParams, convert
 from offspec.checkpoints.load import load_weights
-from offspec.checkpoints.opening import ModelFiles
+from offspec.checkpoints.model_files import ModelFiles
+from offspec.checkpoints.opening import model_to_plan, open_model
 from offspec.loaders.machine.gpus import find_gpu
 from offspec.loaders.machine.hardware import Rates
 from offspec.loaders.params import LOSSLESS_FORMAT
@@ -67,7 +68,7 @@ def everywhere(files: ModelFiles, num_resident: int) -> Placement:
 
 def logits(folder: Path, dtype: str, num_resident: int, *, keeps_packed: bool = False) -> Tensor:
     """Of a long prompt, and of one token after it."""
-    files = ModelFiles.open(folder, dtype, []).keeping(packed=keeps_packed)
+    files = open_model(folder, dtype, []).keeping(packed=keeps_packed)
     weights = load_weights(files, everywhere(files, num_resident), CPU)
     with closing(weights):
         text = CachedDecoder(Decoder(files.config, weights, dtype=files.dtype, device=CPU), 64)
@@ -110,7 +111,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def planned(folder: Path, form: str, limits: Limits) -> Plan:
-    files = ModelFiles.from_config(folder, form, "bf16", [])
+    files = model_to_plan(folder, form, "bf16", [])
     return make_plan(files, [], limits, MemoryOptions(), GIB // 2)
 
 

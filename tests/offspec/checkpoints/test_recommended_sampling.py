@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from offspec import RECOMMENDED, Engine, SamplingParams, with_recommended
-from offspec.checkpoints.opening import Note
 from offspec.checkpoints.recommended_sampling import USUAL, recommended_sampling
+from offspec.notes import Note
 
 from ...pair import build_pair
 

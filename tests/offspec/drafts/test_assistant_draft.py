@@ -15,7 +15,7 @@ from torch import Tensor
 from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.checkpoints.head_files import HeadFiles
 from offspec.checkpoints.load import load_decoder
-from offspec.checkpoints.opening import ModelFiles
+from offspec.checkpoints.opening import open_model
 from offspec.errors import CheckpointError, UnsupportedModelError
 from offspec.model.decoder import CachedDecoder
 from offspec.model.heads.text import HeadText
@@ -82,7 +82,7 @@ def build_assistant(target: Path, folder: Path, **settings: Any) -> Any:
 
 
 def load(target: Path, folder: Path) -> tuple[CachedDecoder, HeadText]:
-    files = ModelFiles.open(target, "fp32", [])
+    files = open_model(target, "fp32", [])
     decoder = load_decoder(files, all_resident(files), CPU)
     head_files = HeadFiles.open(folder, files.config)
     head, text = head_files.spec.make(head_files.load(torch.float32, CPU), decoder), CachedDecoder(decoder)
@@ -159,13 +159,13 @@ def test_the_text_is_plain_decodings(temperature: float, target: Path, assistant
 
 
 def test_an_assistant_of_another_target_is_refused(target: Path, assistant: Any, tmp_path: Path) -> None:
-    files = ModelFiles.open(target, "fp32", [])
+    files = open_model(target, "fp32", [])
     folder = shutil.copytree(assistant.folder, tmp_path / "other")
     config = json.loads((folder / "config.json").read_text())
     config["text_config"]["sliding_window"] = 5
     (folder / "config.json").write_text(json.dumps(config))
     with refused(CheckpointError, "window 5"):
         HeadFiles.open(folder, files.config)
-    other = ModelFiles.open(build_pair(tmp_path).target, "fp32", [])
+    other = open_model(build_pair(tmp_path).target, "fp32", [])
     with refused(UnsupportedModelError, "own decoder"):
         HeadFiles.open(assistant.folder, other.config)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from offspec import Engine, LoadOptions, SamplingParams, SpeculationParams
-from offspec.checkpoints.opening import ModelFiles
+from offspec.checkpoints.model_files import ModelFiles
 from offspec.drafts.base import Attach, Draft, DraftTask, OpenRequest
 from offspec.drafts.draft_stats import DraftStats
 from offspec.drafts.kinds import KINDS

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from offspec.checkpoints.opening import ModelFiles
+from offspec.checkpoints.model_files import ModelFiles
+from offspec.checkpoints.opening import model_to_plan
 from offspec.drafts.family_drafts import DRAFTS, family_draft
 
 from ...llama_configs import LLAMA_8B_IN_BF16, write_config
@@ -25,7 +26,7 @@ PUBLISHED = {
 
 
 def target_of(folder: Path, **changes: Any) -> ModelFiles:
-    return ModelFiles.from_config(write_config(folder, LLAMA_8B_IN_BF16 | changes), None, "bf16", [])
+    return model_to_plan(write_config(folder, LLAMA_8B_IN_BF16 | changes), None, "bf16", [])
 
 
 @pytest.mark.parametrize("name", DRAFTS)

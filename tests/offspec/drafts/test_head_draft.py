@@ -11,7 +11,7 @@ import torch
 
 from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.checkpoints.head_files import head_folder
-from offspec.checkpoints.opening import ModelFiles
+from offspec.checkpoints.opening import open_model
 from offspec.drafts.base import DraftOptions, OpenRequest
 from offspec.drafts.head_draft import HeadDraft
 from offspec.drafts.kinds import open_draft
@@ -174,7 +174,7 @@ def test_a_damaged_head_of_our_own_cannot_be_downloaded_again(
     pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
-    files = ModelFiles.open(pair.target, "fp32", [])
+    files = open_model(pair.target, "fp32", [])
     folder = write_folder(head_folder(files, "medusa"), MEDUSA_CONFIG, medusa_tensors())
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:100])

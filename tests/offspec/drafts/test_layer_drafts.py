@@ -14,7 +14,8 @@ import torch
 
 from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.checkpoints.load import WeightSettings, load_decoder
-from offspec.checkpoints.opening import ModelFiles, Note
+from offspec.checkpoints.model_files import ModelFiles
+from offspec.checkpoints.opening import open_model
 from offspec.checkpoints.shadows import Shadow, find_shadow, made_shadows, make_shadow, shadow_folder
 from offspec.drafts.base import Choice, DraftOptions, OpenRequest
 from offspec.drafts.kinds import open_draft
@@ -30,6 +31,7 @@ from offspec.model.memory.chunk_attention import CHUNK, NUM_SINKS, positions_of
 from offspec.model.memory.draft_window import LEAST_WINDOW, most_entries
 from offspec.model.memory.kv_formats import EIGHT_BIT, PLAIN, KVFormat
 from offspec.model.memory.kv_in_ram import EntriesInRam
+from offspec.notes import Note
 from offspec.planning.memory import MemoryOptions, Reservation
 from offspec.planning.plan import make_plan
 from offspec.scheduler.trees.token_tree import TokenTree
@@ -60,14 +62,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def files(folder: Path) -> ModelFiles:
-    return ModelFiles.open(folder, "fp32", [])
+    return open_model(folder, "fp32", [])
 
 
 @pytest.fixture(scope="module")
 def long_files(tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
     """A target for long texts."""
     folder = build_pair(tmp_path_factory.mktemp("long"), NUM_LAYERS, max_position_embeddings=512).target
-    return ModelFiles.open(folder, "fp32", [])
+    return open_model(folder, "fp32", [])
 
 
 @contextmanager
@@ -328,7 +330,7 @@ def test_two_processes_that_need_one_shadow(files: ModelFiles, own_shadow: Path)
 
 def test_the_shadow_of_another_model_is_refused(files: ModelFiles, tmp_path: Path) -> None:
     other = build_pair(tmp_path, 2).target
-    make_shadow(ModelFiles.open(other, "fp32", []), 4, tmp_path / "other")
+    make_shadow(open_model(other, "fp32", []), 4, tmp_path / "other")
     for path in (tmp_path / "other", other):
         with refused(CheckpointError, path, "--shadow"):
             Shadow.open(path, files)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from offspec.checkpoints import load, opening
-from offspec.checkpoints.opening import ModelFiles
+from offspec.checkpoints.opening import open_model
 from offspec.drafts import model_draft
 from offspec.drafts.base import DraftOptions, OpenRequest
 from offspec.drafts.kinds import open_draft
@@ -60,7 +60,7 @@ def test_a_packed_draft_has_rows_in_fp32_where_these_are_faster(
     write_gguf(
         pair.draft, path, {"attn_": "Q8_0", "ffn_gate": "Q8_0", "ffn_up": "Q8_0", "token_embd": "Q8_0", "norm": "F32"}
     )
-    target = ModelFiles.open(pair.target, "bf16", [])
+    target = open_model(pair.target, "bf16", [])
     opened = open_draft("target", OpenRequest(DraftOptions(str(path), learn=learn), target, None, dtype, []))
     (files,) = opened.models
     assert files.dtype == rows

@@ -15,7 +15,7 @@ from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.checkpoints.conversion import convert
 from offspec.checkpoints.head_files import HeadFiles, StoredTensors
 from offspec.checkpoints.load import load_decoder
-from offspec.checkpoints.opening import ModelFiles, Note
+from offspec.checkpoints.opening import model_to_plan, open_model
 from offspec.checkpoints.shadows import Shadow, make_shadow
 from offspec.drafts.base import DraftOptions, OpenRequest
 from offspec.drafts.head_draft import HeadDraft
@@ -26,6 +26,7 @@ from offspec.loaders.convert import convert as convert_layers
 from offspec.loaders.params import ConvertParams
 from offspec.model.heads.mtp import OWN_EMBEDDING, OWN_HEAD, MtpHead
 from offspec.model.names import LAYER_PREFIX
+from offspec.notes import Note
 from offspec.planning.plan import all_resident
 
 from ...fakes import CPU
@@ -63,7 +64,7 @@ def ids_of(engine: Engine, prompt: str, params: SamplingParams, budget: int | No
 
 def test_logits_equal_the_reference(model: Path, kind: str) -> None:
     """Embedding and head are the target's; copies of them in the checkpoint are not loaded."""
-    files = ModelFiles.open(model, "fp32", [])
+    files = open_model(model, "fp32", [])
     target, opened = load_decoder(files, all_resident(files), CPU), HeadFiles.of_mtp(files)
     assert not {OWN_EMBEDDING, OWN_HEAD} & opened.spec.shapes.keys()
     head = opened.spec.make(opened.load(torch.float32, CPU), target)
@@ -73,7 +74,7 @@ def test_logits_equal_the_reference(model: Path, kind: str) -> None:
 def test_a_layer_with_experts_drafts(tmp_path: Path) -> None:
     """DeepSeek-V3's, whose layer is a mixture as the target's last one."""
     model = write_model(tmp_path, EXPERTS)
-    files = ModelFiles.open(model, "fp32", [])
+    files = open_model(model, "fp32", [])
     target, opened = load_decoder(files, all_resident(files), CPU), HeadFiles.of_mtp(files)
     head = opened.spec.make(opened.load(torch.float32, CPU), target)
     check_logits(head, Twin.of(model, EXPERTS, target), 32)
@@ -101,7 +102,7 @@ def test_the_text_is_plain_decodings(engine: Engine, params: SamplingParams) -> 
 def test_streamed_layers_and_a_quantised_mtp_layer(model: Path, kind: str, engine: Engine, tmp_path: Path) -> None:
     """NF4 by another program reaches DeepSeek's layout, whose layer counts as one of the target's; not Qwen's."""
     convert_layers(model, tmp_path / "nf4", ConvertParams("nf4"), layer_prefix=LAYER_PREFIX)
-    files, notes = ModelFiles.open(tmp_path / "nf4", "fp32", []), list[Note]()
+    files, notes = open_model(tmp_path / "nf4", "fp32", []), list[Note]()
     request = OpenRequest(DraftOptions("mtp"), files, engine.tokenizer, "fp32", notes)
     opened, target = open_draft(str(model), request), loaded(tmp_path / "nf4", 1)
     draft = opened.load(CPU)(target)
@@ -117,13 +118,13 @@ def test_streamed_layers_and_a_quantised_mtp_layer(model: Path, kind: str, engin
 
 def test_quantize_and_shadows_leave_it_in_16_bits(model: Path, tmp_path: Path) -> None:
     convert(model, tmp_path / "nf4", ConvertParams("nf4"))
-    files = ModelFiles.open(tmp_path / "nf4", "fp32", [])
+    files = open_model(tmp_path / "nf4", "fp32", [])
     opened = HeadFiles.of_mtp(files)
     assert isinstance(opened.tensors, StoredTensors)
     assert opened.tensors.bits == 16
     assert not {OWN_EMBEDDING, OWN_HEAD} & opened.spec.shapes.keys()
     if files.config.delta is None:
-        whole = ModelFiles.open(model, "fp32", [])
+        whole = open_model(model, "fp32", [])
         make_shadow(whole, 4, tmp_path / "shadow")
         assert len(Shadow.open(tmp_path / "shadow", whole).layers) == NUM_LAYERS
 
@@ -154,7 +155,7 @@ def test_plans_list_it(engine: Engine, model: Path, tmp_path: Path) -> None:
     assert items["head's weights"] > 0
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         shutil.copy(model / name, tmp_path)
-    files = ModelFiles.from_config(tmp_path, None, "auto", [])
+    files = model_to_plan(tmp_path, None, "auto", [])
     request = OpenRequest(DraftOptions("mtp"), files, None, "auto", [])
     assert automatic_names("model", request) == ["mtp", "lookup"]
     opened = open_draft("model", request)

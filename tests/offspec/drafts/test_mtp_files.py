@@ -14,7 +14,7 @@ from torch import Tensor
 from benchmarks.drafts.beside_llama_cpp import write_glm
 from offspec import Engine, SamplingParams, SpeculationParams, loading
 from offspec.checkpoints.head_files import HeadFiles, is_head
-from offspec.checkpoints.opening import ModelFiles
+from offspec.checkpoints.opening import open_model
 from offspec.drafts.head_draft import HeadDraft
 from offspec.errors import CheckpointError
 from offspec.loaders.files.gguf_file import companion
@@ -97,10 +97,10 @@ def test_it_is_no_model(folder: Path, tmp_path: Path) -> None:
     assert is_head(folder / LAYER)
     assert not is_head(folder / TARGET)
     with refused(CheckpointError, LAYER, "is a head"):
-        ModelFiles.open(folder / LAYER, "fp32", [])
+        open_model(folder / LAYER, "fp32", [])
     for name in (TARGET, LAYER):
         (tmp_path / name).hardlink_to(folder / name)
-    assert HeadFiles.of_mtp(ModelFiles.open(tmp_path, "fp32", [])).path.name == LAYER
+    assert HeadFiles.of_mtp(open_model(tmp_path, "fp32", [])).path.name == LAYER
 
 
 @pytest.mark.parametrize(

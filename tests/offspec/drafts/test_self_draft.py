@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from offspec.checkpoints.opening import ModelFiles, Note
+from offspec.checkpoints.opening import model_to_plan
 from offspec.drafts.base import DraftOptions, OpenRequest
 from offspec.drafts.kinds import open_draft
 from offspec.drafts.self_draft import OpenedSelf
 from offspec.loaders.streaming.placement import Limits
+from offspec.notes import Note
 from offspec.planning.memory import MemoryOptions
 from offspec.planning.plan import make_plan
 
@@ -43,7 +44,7 @@ LAYERSKIP = {
 def test_a_layerskip_checkpoint_is_planned_without_an_exit_layer(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LAYERSKIP))
     notes = list[Note]()
-    files = ModelFiles.from_config(tmp_path, None, "auto", notes)
+    files = model_to_plan(tmp_path, None, "auto", notes)
     opened = open_draft("target", OpenRequest(DraftOptions("self:4"), files, None, "auto", notes))
     assert isinstance(opened, OpenedSelf)
     assert opened.file is None

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from offspec.checkpoints.opening import AUTO_ON_GPU, ModelFiles
+from offspec.checkpoints.model_files import ModelFiles
+from offspec.checkpoints.opening import AUTO_ON_GPU, model_to_plan
 from offspec.drafts.base import Choice, DraftOptions, OpenRequest
 from offspec.drafts.kinds import open_draft
 from offspec.drafts.weighing import Chooser, Scales, by_rate
@@ -29,7 +30,7 @@ SLOW_ROUNDS = replace(FAST_ROUNDS, dequantise_elements_per_s=1e9)
 @pytest.fixture
 def target(tmp_path: Path) -> ModelFiles:
     write_config(tmp_path, LLAMA_8B_IN_BF16)
-    return ModelFiles.from_config(tmp_path, None, "bf16", [])
+    return model_to_plan(tmp_path, None, "bf16", [])
 
 
 def scales_of(target: ModelFiles, vram: int, options: DraftOptions | None = None) -> Scales:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from offspec.checkpoints.opening import ModelFiles, Note
+from offspec.checkpoints.opening import open_model
 from offspec.errors import CheckpointError, UnsupportedModelError
 from offspec.loaders.files.checkpoint import TensorInfo
 from offspec.loaders.formats import StoredWeight
@@ -27,6 +27,7 @@ from offspec.model.config import ModelConfig, read_config
 from offspec.model.decoder import CachedDecoder, Decoder, check_tensors, score_together
 from offspec.model.pass_rows import TextRows
 from offspec.model.rope import RotaryEmbedding, rotation
+from offspec.notes import Note
 from offspec.scheduler.trees.token_tree import ROOT, TokenTree
 
 from ...examples import examples
@@ -78,7 +79,7 @@ def assert_holds(text: CachedDecoder, tokens: list[int]) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_equal_transformers(tiny_model: GetModel, family: str) -> None:
     """Of a checkpoint as transformers writes it, whose tensors all have a place."""
-    files = ModelFiles.open(tiny_model(family).folder, "fp32", [])
+    files = open_model(tiny_model(family).folder, "fp32", [])
     assert set(files.stored.by_name) == set(complete(files.config))
     model, tokens, decoder = tiny_model(family), torch.tensor(random_tokens(40)), tiny_model(family).decoder()
     cache, logits = decoder.new_cache(), []
@@ -415,7 +416,7 @@ def test_a_head_that_is_stored_although_the_embedding_serves_for_it(
     head[-1, -1] += 0.0 if is_copy else 1.0
     save_file(tensors | {"lm_head.weight": head}, folder / "model.safetensors", {"format": "pt"})
     notes: list[Note] = []
-    files = ModelFiles.open(folder, "fp32", notes)
+    files = open_model(folder, "fp32", notes)
     assert (files.config.tied_head, len(notes)) == ((True, 0) if is_copy else (False, 1))
     reference = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
     tokens = random_tokens(12)

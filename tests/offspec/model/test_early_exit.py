@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from offspec import Engine, SamplingParams, SpeculationParams, Step
 from offspec.checkpoints.exit_layers import ExitFile
 from offspec.checkpoints.load import WeightSettings, load_decoder
-from offspec.checkpoints.opening import ModelFiles
+from offspec.checkpoints.opening import open_model
 from offspec.drafts.recall import RecallingText
 from offspec.drafts.self_draft import OpenedSelf, SelfDraft
 from offspec.drafts.without_model import NoDraft
@@ -58,7 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def load(folder: Path, num_resident: int = NUM_LAYERS) -> Decoder:
     """A target whose first layers stay and whose other ones come from disk."""
-    files = ModelFiles.open(folder, "fp32", [])
+    files = open_model(folder, "fp32", [])
     costs = [layer.cost(files.dtype) for layer in files.stored.layers]
     slot = max(cost.slot_bytes for cost in costs)
     places = places_of(resident=range(num_resident), on_disk=range(num_resident, NUM_LAYERS))
@@ -194,7 +194,7 @@ def test_drafting_streams_nothing(
     *_, last = engine.generate(PROMPT, GREEDY, SpeculationParams(16))
     assert len(moved) > last.stats.num_passes
     assert set(moved) == {0}
-    layers = ModelFiles.open(folder, "fp32", []).stored.layers[num_first:]
+    layers = open_model(folder, "fp32", []).stored.layers[num_first:]
     per_pass = sum(layer.record.read_bytes for layer in layers)  # of the other layers, walked once
     assert weights.bytes_streamed - before == last.stats.num_passes * per_pass > 0
 
@@ -289,7 +289,7 @@ def test_static_rounds_through_the_first_layers(
 
 
 def test_the_first_layers_are_planned_to_stay(folder: Path) -> None:
-    files = ModelFiles.open(folder, "fp32", [])
+    files = open_model(folder, "fp32", [])
     early, layer_bytes = ExitFile(Path("exit"), 1, 1), files.stored.layers[0].cost(files.dtype).resident_bytes
 
     def features(exit_file: ExitFile | None) -> list[OpenedSelf]:

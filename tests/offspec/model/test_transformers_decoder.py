@@ -19,7 +19,7 @@ from transformers.utils.logging import disable_progress_bar
 from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.checkpoints.conversion import convert
 from offspec.checkpoints.load import load_decoder
-from offspec.checkpoints.opening import ModelFiles
+from offspec.checkpoints.opening import model_to_plan, open_model
 from offspec.drafts.head_draft import HeadDraft
 from offspec.drafts.without_model import LookupDraft
 from offspec.errors import CheckpointError, UnsupportedModelError, UsageError
@@ -150,7 +150,7 @@ def reference(folder: Path) -> PreTrainedModel:
 
 
 def resident(folder: Path) -> Decoder:
-    files = ModelFiles.open(folder, "fp32", [])
+    files = open_model(folder, "fp32", [])
     return load_decoder(files, all_resident(files), CPU)
 
 
@@ -232,10 +232,10 @@ def test_a_base_models_names_are_found(models: dict[str, Foreign], tmp_path: Pat
 
 def test_sizes_are_planned_from_config_json_alone(models: dict[str, Foreign]) -> None:
     for name in ("dots1", "gpt2"):
-        there = ModelFiles.open(models[name].folder, "fp32", [])
-        alone = ModelFiles.from_config(models[name].folder, "fp32", "fp32", [])
+        there = open_model(models[name].folder, "fp32", [])
+        alone = model_to_plan(models[name].folder, "fp32", "fp32", [])
         assert alone.num_parameters == there.num_parameters
-        assert ModelFiles.from_config(models[name].folder, "nf4", "fp32", []).num_parameters
+        assert model_to_plan(models[name].folder, "nf4", "fp32", []).num_parameters
 
 
 # ------------------------------------------------------------------------------------------------ refusals
@@ -273,7 +273,7 @@ def test_what_cannot_hold_a_tree_is_refused_in_one_line(what: str, tmp_path: Pat
     config, told = REFUSED[what]
     (tmp_path / "config.json").write_text(json.dumps(config))
     with refused(UnsupportedModelError, tmp_path, told):
-        ModelFiles.from_config(tmp_path, "bf16", "auto", [])
+        model_to_plan(tmp_path, "bf16", "auto", [])
 
 
 @pytest.mark.parametrize(
@@ -295,7 +295,7 @@ def test_a_lying_config_is_refused_in_one_line(
 ) -> None:
     folder = variant(models["stablelm"].folder, tmp_path / "lying", **settings)
     with pytest.raises((CheckpointError, UnsupportedModelError)) as caught:
-        ModelFiles.open(folder, "auto", [])
+        open_model(folder, "auto", [])
     check_message(str(caught.value), folder)
     assert len(str(caught.value)) < 800  # some name all families
 
@@ -313,14 +313,14 @@ def test_tensors_that_do_not_fit_are_refused(models: dict[str, Foreign], tmp_pat
         tensors = load_file(folder / "model.safetensors") | change
         save_file({n: t for n, t in tensors.items() if t is not None}, folder / "model.safetensors")
         with refused(error, folder, *words):
-            ModelFiles.open(folder, "auto", [])
+            open_model(folder, "auto", [])
 
 
 def test_without_transformers_the_remedy_is_named(models: dict[str, Foreign], monkeypatch: pytest.MonkeyPatch) -> None:
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "transformers" else found(name))
     with refused(UnsupportedModelError, models["stablelm"].folder, "pip install 'offspec[transformers]'"):
-        ModelFiles.open(models["stablelm"].folder, "auto", [])
+        open_model(models["stablelm"].folder, "auto", [])
 
 
 def test_heads_draft_for_them(models: dict[str, Foreign], tmp_path: Path) -> None:

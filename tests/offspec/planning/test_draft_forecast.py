@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from offspec.checkpoints.opening import ModelFiles
+from offspec.checkpoints.model_files import ModelFiles
+from offspec.checkpoints.opening import model_to_plan
 from offspec.drafts.acceptance import SHADOWS, SMALL_MODEL
 from offspec.loaders.machine.hardware import Rates
 from offspec.loaders.streaming.placement import Limits
@@ -36,7 +37,7 @@ RATES = Rates(host_to_device_bytes_per_s=25e9, disk_bytes_per_s=5e9, matmul_flop
 def files_of(folder: Path, config: Mapping[str, Any], form: str | None = None) -> ModelFiles:
     folder.mkdir(exist_ok=True)
     write_config(folder, config)
-    return ModelFiles.from_config(folder, form, "bf16", [])
+    return model_to_plan(folder, form, "bf16", [])
 
 
 @pytest.fixture

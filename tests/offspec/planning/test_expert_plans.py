@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from offspec.checkpoints.opening import ModelFiles
+from offspec.checkpoints.model_files import ModelFiles
+from offspec.checkpoints.opening import model_to_plan
 from offspec.drafts.acceptance import LOOKUP
 from offspec.loaders.machine.hardware import Rates
 from offspec.loaders.streaming.placement import EXPERTS_ITEM, Limits
@@ -46,7 +47,7 @@ RATES = Rates(
 def files(tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
     folder = tmp_path_factory.mktemp("mixture")
     write_config(folder, CONFIG)
-    return ModelFiles.from_config(folder, "nf4", "bf16", [])
+    return model_to_plan(folder, "nf4", "bf16", [])
 
 
 def plan(files: ModelFiles, limits: Limits) -> Plan:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from offspec.checkpoints.opening import ModelFiles
+from offspec.checkpoints.opening import model_to_plan
 from offspec.loaders.machine.cpus import KNOWN_CPUS
 from offspec.loaders.machine.gpus import KNOWN_GPUS
 from offspec.loaders.machine.hardware import Rates
@@ -40,7 +40,7 @@ def rates_of(gpu: str) -> Rates:
 
 
 def plan_of(folder: Path, config: dict[str, Any], limits: Limits, form: str = "q4_k_m") -> Plan:
-    target = ModelFiles.from_config(write_config(folder, config), form, "bf16", [])
+    target = model_to_plan(write_config(folder, config), form, "bf16", [])
     return make_plan(target, [], limits, MemoryOptions(context=512), GIB // 4)
 
 

@@ -17,12 +17,14 @@ from offspec.backends.device_kinds import GPU
 from offspec.backends.gpu import SLICE
 from offspec.builtin import path as builtin_path
 from offspec.checkpoints.from_config import stored_from_config
-from offspec.checkpoints.opening import ModelFiles, Note
+from offspec.checkpoints.model_files import ModelFiles
+from offspec.checkpoints.opening import model_to_plan, open_model
 from offspec.errors import CheckpointError, ContextLengthError, MemoryLimitError, UsageError
 from offspec.loaders.machine.gpus import KNOWN_GPUS
 from offspec.loaders.machine.hardware import Rates
 from offspec.loaders.params import PLAN_FORMATS
 from offspec.loaders.streaming.placement import Limits
+from offspec.notes import Note
 from offspec.planning.memory import MemoryOptions, MemoryUse, Reservation
 from offspec.planning.plan import DEFAULT_CONTEXT, LAYER_LAUNCHES, MIN_CONTEXT, Plan, make_plan
 from offspec.planning.probe import measure_link
@@ -68,7 +70,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @cache
 def files_of(folder: Path, form: str) -> ModelFiles:
     """Of a config.json that no test changes."""
-    return ModelFiles.from_config(folder, form, "bf16", [])
+    return model_to_plan(folder, form, "bf16", [])
 
 
 def plan(folder: Path, form: str, limits: Limits, allowed: MemoryOptions | None = None) -> Plan:
@@ -76,7 +78,7 @@ def plan(folder: Path, form: str, limits: Limits, allowed: MemoryOptions | None 
 
 
 def test_a_70b_model_has_its_size(large: Path) -> None:
-    files = ModelFiles.from_config(large, None, "bf16", [])
+    files = model_to_plan(large, None, "bf16", [])
     assert files.num_parameters == 70_553_706_496  # as the hub tells of Llama 3.1 70B
     sizes = {
         form: sum(layer.record.read_bytes for layer in stored_from_config(files.config, form).layers)
@@ -115,7 +117,7 @@ def test_an_embedding_that_fits_nowhere_keeps_layers_streaming(tmp_path: Path) -
     """Without it all layers would stay, and then it would have to stay with them."""
     shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 8, "vocab_size": 60_000}
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B | shape | {"head_dim": 8}))
-    files = ModelFiles.from_config(tmp_path, "fp32", "auto", [])
+    files = model_to_plan(tmp_path, "fp32", "auto", [])
     seen = set()
     for ram in range(80 * 2**20, 140 * 2**20, 2**17):
         try:
@@ -272,7 +274,7 @@ def test_what_reads_the_entries_of_all_layers_keeps_them_on_the_device(large: Pa
         def memory_use(self, target: ModelFiles, reservation: Reservation) -> MemoryUse:
             return MemoryUse(target_entries=1000, reads_all_entries=True)
 
-    files = ModelFiles.from_config(large, "nf4", "bf16", [])
+    files = model_to_plan(large, "nf4", "bf16", [])
     options = MemoryOptions(context=32768, kv_cache="16")
     made = make_plan(files, [Reading()], Limits(22 * GIB, 64 * GIB), options, 0)
     assert made.placement.entries_in_ram == ()
@@ -326,7 +328,7 @@ def test_what_was_allowed_and_is_not_there_is_noted(
 
 
 def test_a_model_from_its_config_costs_what_the_real_one_does() -> None:
-    files = ModelFiles.open(builtin_path("target"), "auto", [])
+    files = open_model(builtin_path("target"), "auto", [])
     sized = stored_from_config(files.config, "bf16")
     assert sized.by_name.keys() == files.stored.by_name.keys()
     for mine, real in zip(sized.layers, files.stored.layers, strict=True):
@@ -339,31 +341,31 @@ def test_headers_alone_are_enough_to_plan_and_not_to_load(tmp_path: Path) -> Non
     file = folder / "model.safetensors"
     content = file.read_bytes()
     file.write_bytes(content[: 8 + int.from_bytes(content[:8], "little")])
-    whole = ModelFiles.open(builtin_path("target"), "auto", [])
-    assert ModelFiles.from_config(folder, None, "auto", []).num_parameters == whole.num_parameters
+    whole = open_model(builtin_path("target"), "auto", [])
+    assert model_to_plan(folder, None, "auto", []).num_parameters == whole.num_parameters
     with refused(CheckpointError, file, "truncated"):
-        ModelFiles.open(folder, "auto", [])
+        open_model(folder, "auto", [])
 
 
 def test_weights_that_are_not_all_there_are_sized_by_the_config_and_damaged_ones_are_refused(tmp_path: Path) -> None:
     folder, notes = tmp_path / "model", list[Note]()
     shutil.copytree(builtin_path("target"), folder)
     file, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    whole = ModelFiles.open(folder, "auto", [])
+    whole = open_model(folder, "auto", [])
     content = file.read_bytes()
     file.write_bytes(content[:100])
     with refused(CheckpointError, file, "truncated", "header"):
-        ModelFiles.from_config(folder, None, "auto", notes)
+        model_to_plan(folder, None, "auto", notes)
     file.write_bytes(content[:9] + b"!" + content[10:])
     with refused(CheckpointError, file, "damaged"):
-        ModelFiles.from_config(folder, None, "auto", notes)
+        model_to_plan(folder, None, "auto", notes)
     assert not notes
     file.write_text("version https://git-lfs.github.com/spec/v1\n")
-    opened = [ModelFiles.from_config(folder, None, "auto", notes)]
+    opened = [model_to_plan(folder, None, "auto", notes)]
     file.rename(folder / "model-00001-of-00002.safetensors")
-    opened.append(ModelFiles.from_config(folder, None, "auto", notes))
+    opened.append(model_to_plan(folder, None, "auto", notes))
     index.write_text(json.dumps({"weight_map": {"lm_head.weight": "model-00002-of-00002.safetensors"}}))
-    opened.append(ModelFiles.from_config(folder, None, "auto", notes))
+    opened.append(model_to_plan(folder, None, "auto", notes))
     assert {files.num_parameters for files in opened} == {whole.num_parameters}
     told = [note.text for note in notes if tells(note.text, "model", "bf16", "config.json", "weights")]
     assert len(told) == 3
@@ -426,7 +428,7 @@ def test_states_of_recurrent_layers_stay_on_the_device(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("form", "is_unpacked"), [("nf4", False), ("fp8", True)])
 def test_a_resident_model_has_the_speed_of_its_format(form: str, is_unpacked: bool, tmp_path: Path) -> None:
     """Few rows are multiplied packed where there is a kernel; others are unpacked, as many rows and exact ones are."""
-    files = ModelFiles.from_config(write_config(tmp_path, LLAMA_8B), form, "bf16", [])
+    files = model_to_plan(write_config(tmp_path, LLAMA_8B), form, "bf16", [])
     resident, streamed = (
         make_plan(files, [], Limits(vram * GIB, 64 * GIB), MemoryOptions(context=512), GIB) for vram in (22, 4)
     )
@@ -440,7 +442,7 @@ def test_a_resident_model_has_the_speed_of_its_format(form: str, is_unpacked: bo
 
 def test_a_layer_on_a_card_takes_its_launches(tmp_path: Path) -> None:
     """However fast the card is."""
-    files = ModelFiles.from_config(write_config(tmp_path, LLAMA_8B), None, "bf16", [])
+    files = model_to_plan(write_config(tmp_path, LLAMA_8B), None, "bf16", [])
     fast = Rates(host_to_device_bytes_per_s=1e15, matmul_flops={1: 1e18}, dequantise_elements_per_s=1e18)
     on_card, on_cpu = (
         make_plan(files, [], Limits(vram, 64 * GIB), MemoryOptions(context=512), GIB) for vram in (40 * GIB, None)

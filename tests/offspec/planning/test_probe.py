@@ -12,7 +12,7 @@ from offspec.backends import device_kinds
 from offspec.backends.arithmetic import EXACT, FAST, INT8
 from offspec.backends.choice import backend_of
 from offspec.backends.device_kinds import DeviceKind
-from offspec.checkpoints.opening import ModelFiles
+from offspec.checkpoints.opening import open_model
 from offspec.loaders.machine.hardware import Rates
 from offspec.planning import probe
 from offspec.planning.probe import ProductRates, measure_quick_rates, prepare_kernels, with_arithmetic
@@ -34,7 +34,7 @@ def test_models_that_are_large_enough_have_their_kernels_compiled(
 ) -> None:
     compiled = list[set[str]]()
     monkeypatch.setattr(probe, "kernels_of", lambda forms, dtype: compiled.append(forms) or [])
-    files = ModelFiles.open(folder, "bf16", [])
+    files = open_model(folder, "bf16", [])
     count = sum(layer.num_weights for layer in files.stored.layers)
     for least in (count + 1, count):
         monkeypatch.setattr(probe, "LEAST_MEASURED_WEIGHTS", least)
@@ -43,7 +43,7 @@ def test_models_that_are_large_enough_have_their_kernels_compiled(
 
 
 def test_quick_rates_are_those_of_products(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = ModelFiles.open(folder, "bf16", [])
+    files = open_model(folder, "bf16", [])
     monkeypatch.setattr(probe, "product_flops", lambda form, dtype, device: {1: 2.0} if form == "bf16" else {})
     rates = measure_quick_rates(files, CPU, 5e9)
     assert rates.matmul_flops == {1: 2.0}
@@ -59,7 +59,7 @@ def test_a_large_target_has_the_rates_of_its_arithmetic(folder: Path, monkeypatc
         return {1: 3.0}
 
     monkeypatch.setattr(probe, "product_flops", product_flops)
-    files, fast = ModelFiles.open(folder, "bf16", []), Rates(5e9, matmul_flops={1: 1.0})
+    files, fast = open_model(folder, "bf16", []), Rates(5e9, matmul_flops={1: 1.0})
     assert with_arithmetic(fast, files, CPU, EXACT) is fast, "a small model's passes are short"
     monkeypatch.setattr(probe, "LEAST_MEASURED_WEIGHTS", 0)
     assert with_arithmetic(fast, files, CPU, FAST) is fast
@@ -69,7 +69,7 @@ def test_a_large_target_has_the_rates_of_its_arithmetic(folder: Path, monkeypatc
 
 
 def test_drafts_need_not_be_exact(folder: Path) -> None:
-    target, draft = (ModelFiles.open(folder, "bf16", []) for _ in range(2))
+    target, draft = (open_model(folder, "bf16", []) for _ in range(2))
     exact, fast = Rates(matmul_flops={1: 1.0}), Rates(matmul_flops={1: 2.0})
     rates_of = ProductRates(target, exact, device_kinds.CPU, fast)
     assert (rates_of(target), rates_of(draft)) == (exact, fast)

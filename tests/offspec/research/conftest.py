@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from offspec import Engine
-from offspec.checkpoints.opening import ModelFiles
+from offspec.checkpoints.opening import open_model
 from offspec.research.distillation import Teacher
 
 from ...pair import Pair, build_pair
@@ -21,4 +21,4 @@ def deep_pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 @pytest.fixture(scope="module")
 def teacher(deep_pair: Pair) -> Iterator[Teacher]:
     with Engine.load(str(deep_pair.target), draft="none", device="cpu", dtype="fp32") as engine:
-        yield Teacher(engine.target, ModelFiles.open(deep_pair.target, "fp32", []), engine.tokenizer)
+        yield Teacher(engine.target, open_model(deep_pair.target, "fp32", []), engine.tokenizer)

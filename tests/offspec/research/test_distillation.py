@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from offspec import Engine
 from offspec.checkpoints.exit_layers import ExitFile, default_file, found_exits, save
-from offspec.checkpoints.opening import ModelFiles
+from offspec.checkpoints.model_files import ModelFiles
+from offspec.checkpoints.opening import open_model
 from offspec.drafts.acceptance import EXIT_AGREEMENT
 from offspec.drafts.base import Choice, DraftOptions, OpenRequest
 from offspec.drafts.kinds import open_draft
@@ -49,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def files(folder: Path) -> ModelFiles:
-    return ModelFiles.open(folder, "fp32", [])
+    return open_model(folder, "fp32", [])
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from offspec import Engine, SamplingParams, SpeculationParams
-from offspec.checkpoints.opening import ModelFiles
+from offspec.checkpoints.opening import open_model
 from offspec.errors import UsageError, VocabularyMismatchError
 from offspec.research.distill_params import DraftParams
 from offspec.research.distillation import Teacher
@@ -34,7 +34,7 @@ LOW_RANK = replace(SMALL, lora_rank=4)
 @pytest.fixture(scope="module")
 def teacher(pair: Pair) -> Iterator[Teacher]:
     with Engine.load(str(pair.target), draft="none", device="cpu", dtype="fp32") as engine:
-        yield Teacher(engine.target, ModelFiles.open(pair.target, "fp32", []), engine.tokenizer)
+        yield Teacher(engine.target, open_model(pair.target, "fp32", []), engine.tokenizer)
 
 
 def untrained(pair: Pair, teacher: Teacher) -> Untrained:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from offspec import Engine, SamplingParams, SpeculationParams
-from offspec.checkpoints.opening import ModelFiles
+from offspec.checkpoints.opening import open_model
 from offspec.model.decoder import Decoder
 from offspec.research.distill_params import HeadParams
 from offspec.research.distillation import Teacher
@@ -83,7 +83,7 @@ def test_a_head_of_a_hybrid_trains_and_drafts(kind: str, hybrid: Path, tmp_path:
     """It reads hidden states, which layers with a state have as others do. The text is that of plain decoding."""
     params = HeadParams(steps=3, num_texts=8, text_tokens=8, batch_texts=4, num_labels=16)
     with Engine.load(str(hybrid), draft="none", device="cpu", dtype="fp32") as engine:
-        teacher = Teacher(engine.target, ModelFiles.open(hybrid, "fp32", []), engine.tokenizer)
+        teacher = Teacher(engine.target, open_model(hybrid, "fp32", []), engine.tokenizer)
         head = distill_head(teacher, kind, params, out=tmp_path / "head")
     with Engine.load(str(hybrid), draft=str(head.path), device="cpu", dtype="fp32") as engine:
         sampling = SamplingParams(8, 1.0, seed=1, ignore_eos=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from offspec.checkpoints.opening import ModelFiles
+from offspec.checkpoints.opening import model_to_plan
 from offspec.loaders.machine.cpus import KNOWN_CPUS
 from offspec.loaders.machine.gpus import KNOWN_GPUS
 from offspec.loaders.machine.hardware import Hardware, Memory, Rates
@@ -25,7 +25,7 @@ HERE = Hardware(Memory(64 * GIB, 60 * GIB, 64 * GIB, "given"), "a CPU", 4, "give
 
 @pytest.fixture
 def plan(tmp_path: Path) -> Plan:
-    target = ModelFiles.from_config(write_config(tmp_path, LLAMA_8B_IN_BF16), None, "bf16", [])
+    target = model_to_plan(write_config(tmp_path, LLAMA_8B_IN_BF16), None, "bf16", [])
     return make_plan(target, [], Limits(8 * GIB, 64 * GIB), MemoryOptions(context=512), GIB)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from offspec.checkpoints.opening import ModelFiles
+from offspec.checkpoints.opening import model_to_plan
 from offspec.drafts.weighing import Prospect
 from offspec.drafts.without_model import LookupDraft
 from offspec.loaders.machine.hardware import Rates
@@ -25,7 +25,7 @@ RATES = Rates(host_to_device_bytes_per_s=25e9, disk_bytes_per_s=5e9, matmul_flop
 
 def plan_of(folder: Path, vram: int, form: str | None = None) -> Plan:
     write_config(folder, LLAMA_8B_IN_BF16)
-    target = ModelFiles.from_config(folder, form, "bf16", [])
+    target = model_to_plan(folder, form, "bf16", [])
     return make_plan(target, [], Limits(vram, 64 * GIB), MemoryOptions(context=2048), GIB)
 
 
@@ -77,7 +77,7 @@ def test_more_ram_for_experts_is_a_gain(tmp_path: Path) -> None:
     """All layers are resident, and experts are read from disk."""
     shape = {"model_type": "qwen3_moe", "num_experts": 64, "num_experts_per_tok": 2, "moe_intermediate_size": 4096}
     folder = write_config(tmp_path, LLAMA_8B_IN_BF16 | shape | {"num_hidden_layers": 8, "head_dim": 128})
-    target = ModelFiles.from_config(folder, None, "bf16", [])
+    target = model_to_plan(folder, None, "bf16", [])
     made = make_plan(target, [], Limits(8 * GIB, 8 * GIB), MemoryOptions(context=512), GIB)
     assert not made.placement.streamed
     rates = replace(RATES, host_matmul_flops={1: 1e11})

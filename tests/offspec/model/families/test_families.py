@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from offspec import Engine, SamplingParams, SpeculationParams, convert
 from offspec.checkpoints.load import WeightSettings, load_decoder, load_weights
-from offspec.checkpoints.opening import ModelFiles
+from offspec.checkpoints.opening import open_model
 from offspec.drafts.model_draft import ModelDraft
 from offspec.loaded_target import LoadedTarget, PlannedMemory
 from offspec.loaders.params import ConvertParams
@@ -57,7 +57,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 def streamed(folder: Path) -> Decoder:
     """All layers but one come from disk, by way of a ring of two slots."""
-    files = ModelFiles.open(folder, "fp32", [])
+    files = open_model(folder, "fp32", [])
     costs = [layer.cost(files.dtype) for layer in files.stored.layers]
     on_disk = tuple(i for i in range(len(costs)) if i != 1)
     slots = Slots(2, 0, max(cost.slot_bytes for cost in costs))
@@ -131,7 +131,7 @@ def test_a_copy_in_4_bits_is_the_same_family(tiny_model: GetModel, tmp_path: Pat
     """Fused matrices are quantised as they lie; norms, of two dimensions, too, are left alone."""
     model, tokens = tiny_model(family), random_tokens(30)
     convert(model.folder, tmp_path / "copy", ConvertParams("nf4"))
-    files = ModelFiles.open(tmp_path / "copy", "fp32", [])
+    files = open_model(tmp_path / "copy", "fp32", [])
     packed = {name for name, weight in files.stored.layers[0].weights.items() if weight.is_packed}
     assert packed == {f"{name}.weight" for name in matrix_shapes(files.config)}
     found = chain_logits(load_decoder(files, all_resident(files), CPU), tokens)
@@ -144,7 +144,7 @@ def test_a_copy_in_4_bits_is_the_same_family(tiny_model: GetModel, tmp_path: Pat
 def test_longrope_serves_the_context_that_was_planned(tiny_model: GetModel, context: int, length: int) -> None:
     """Its original context is of 128 tokens: transformers takes other factors for longer texts."""
     model, tokens = tiny_model("phi3-longrope"), random_tokens(length)
-    files = ModelFiles.open(model.folder, "fp32", [])
+    files = open_model(model.folder, "fp32", [])
     on_device = SimpleNamespace(entries_in_ram=())
     plan = SimpleNamespace(context=context, inputs=SimpleNamespace(target=files), placement=on_device)
     weights = load_weights(files, all_resident(files), CPU)

@@ -11,7 +11,7 @@ import torch
 
 from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.checkpoints.load import WeightSettings, load_decoder
-from offspec.checkpoints.opening import ModelFiles
+from offspec.checkpoints.opening import open_model
 from offspec.loaded_target import LoadedTarget
 from offspec.loaders.streaming.placement import ExpertSlots, Limits, Placement, Slots, places_of
 from offspec.model.decoder import CachedDecoder, Decoder
@@ -67,7 +67,7 @@ def test_streamed_texts_are_the_cpus(model: TinyModel, tokenizer: Tokenizer, pla
 
 def streamed(folder: Path, place: str) -> Decoder:
     """On the device is one layer; the others come through two slots."""
-    files = ModelFiles.open(folder, "fp32", [])
+    files = open_model(folder, "fp32", [])
     costs = [layer.cost(files.dtype) for layer in files.stored.layers]
     others = tuple(i for i in range(len(costs)) if i != 1)
     places = places_of(resident=(1,), **{"in_ram" if place == "RAM" else "on_disk": others})

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from offspec.checkpoints.head_files import HeadFiles, is_head
 from offspec.checkpoints.load import load_decoder
-from offspec.checkpoints.opening import ModelFiles
+from offspec.checkpoints.model_files import ModelFiles
+from offspec.checkpoints.opening import open_model
 from offspec.errors import CheckpointError, UnsupportedModelError
 from offspec.loaders.convert import convert as convert_layers
 from offspec.loaders.params import ConvertParams
@@ -90,7 +91,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], str, str]] = {  # version, config,
 @pytest.fixture(scope="module")
 def target_files(tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
     pair = build_pair(tmp_path_factory.mktemp("pair"), num_layers=8)
-    return ModelFiles.open(pair.target, "fp32", [])
+    return open_model(pair.target, "fp32", [])
 
 
 @pytest.fixture(scope="module")

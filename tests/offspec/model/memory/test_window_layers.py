@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from offspec import Engine, SamplingParams, SpeculationParams
-from offspec.checkpoints.opening import ModelFiles
+from offspec.checkpoints.model_files import ModelFiles
+from offspec.checkpoints.opening import open_model
 from offspec.drafts.model_draft import ModelDraft
 from offspec.drafts.without_model import LookupDraft, NoDraft
 from offspec.errors import UsageError
@@ -256,7 +257,7 @@ def test_a_prompts_entries_are_kept_in_a_file(tmp_path: Path) -> None:
 
 def test_plans_count_what_windows_keep(tmp_path: Path) -> None:
     """Beside texts that share passes, too; a draft that reads the target's entries needs all of them."""
-    target = ModelFiles.open(build_pair(tmp_path, model_type="mistral", **LONG).target, "fp32", [])
+    target = open_model(build_pair(tmp_path, model_type="mistral", **LONG).target, "fp32", [])
     limits, entry = Limits(None, 2**30), target.kv_bytes(1)
     options = MemoryOptions(context=4000, kv_cache="16")
     plan = make_plan(target, (), limits, options, 0)

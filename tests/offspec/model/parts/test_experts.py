@@ -13,7 +13,7 @@ from torch import Tensor
 
 from offspec.checkpoints.conversion import convert
 from offspec.checkpoints.load import load_decoder
-from offspec.checkpoints.opening import ModelFiles
+from offspec.checkpoints.opening import model_to_plan, open_model
 from offspec.drafts.base import DraftOptions, OpenRequest
 from offspec.drafts.kinds import automatic_names
 from offspec.drafts.without_model import LookupDraft
@@ -44,7 +44,7 @@ def test_a_correction_is_added_in_fp32(tiny_model: GetModel, family: str) -> Non
 
 
 def opened(folder: Path) -> Decoder:
-    files = ModelFiles.open(folder, "fp32", [])
+    files = open_model(folder, "fp32", [])
     return load_decoder(files, all_resident(files), CPU)
 
 
@@ -103,7 +103,7 @@ def logits_of(decoder: Decoder) -> Tensor:
 def test_gpt_oss_as_it_is_released(gpt_oss: tuple[Path, Path]) -> None:
     """Experts in MXFP4, resident and from disk, compute what plain ones do."""
     packed, plain = gpt_oss
-    files = ModelFiles.open(packed, "fp32", [])
+    files = open_model(packed, "fp32", [])
     expected = logits_of(load_decoder(files, all_resident(files), CPU))
     torch.testing.assert_close(logits_of(opened(plain)), expected, rtol=1e-4, atol=1e-4)
     assert {weight.dtype for weight in files.stored.experts[0][0].weights.values()} == {"mxfp4", "F32"}
@@ -111,7 +111,7 @@ def test_gpt_oss_as_it_is_released(gpt_oss: tuple[Path, Path]) -> None:
         with closing(streamed(folder).weights) as weights:
             found = logits_of(Decoder(files.config, weights, dtype=torch.float32, device=CPU))
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    planned = ModelFiles.from_config(packed, "mxfp4", "fp32", [])
+    planned = model_to_plan(packed, "mxfp4", "fp32", [])
     assert {weight.dtype for weight in planned.stored.experts[0][0].weights.values()} == {"mxfp4", "BF16"}
     assert {weight.dtype for weight in planned.stored.layers[0].weights.values()} == {"BF16"}
 
@@ -121,7 +121,7 @@ def test_a_copy_in_4_bits(tiny_model: GetModel, tmp_path: Path, family: str) -> 
     """Of experts stored apart, joined, and transposed; what chooses them and weighs them stays plain."""
     model = tiny_model(family)
     convert(model.folder, tmp_path / "copy", ConvertParams("nf4"))
-    files = ModelFiles.open(tmp_path / "copy", "fp32", [])
+    files = open_model(tmp_path / "copy", "fp32", [])
     units = (files.stored.layers[0], files.stored.experts[0][1])
     dtypes = {name: weight.dtype for unit in units for name, weight in unit.weights.items() if len(weight.shape) == 2}
     shape = files.config.experts
@@ -151,7 +151,7 @@ def test_a_layer_behind_the_others_is_ignored(tiny_model: GetModel, tmp_path: Pa
     behind |= {"model.layers.3.eh_proj.weight": torch.zeros(64, 128), "model.layers.3.enorm.weight": torch.ones(64)}
     save_file({**tensors, **{name: each.clone() for name, each in behind.items()}}, folder / "model.safetensors")
     torch.testing.assert_close(logits_of(opened(folder)), logits_of(opened(source)), rtol=1e-4, atol=1e-5)
-    target = ModelFiles.open(folder, "fp32", [])
+    target = open_model(folder, "fp32", [])
     assert "model.layers.3.eh_proj.weight" in target.mtp_names
     request = OpenRequest(DraftOptions("auto"), target, None, "fp32", [])
     assert automatic_names("glm", request) == [LookupDraft.NAME]
