@@ -10,6 +10,7 @@ import time
 from collections import abc
 from collections.abc import Generator
 from dataclasses import replace
+from functools import cached_property
 from threading import RLock
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -37,13 +38,13 @@ from .running.several_answers import params_of_each
 from .running.steps import Step
 from .stats import Stats
 from .text.context_limit import ContextLimit
-from .text.grammar import ConstraintCompiler
-from .text.grammar_library import check_size
 from .text.prompt import Prompt, encode_prompt
 from .text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+    from .text.grammar import ConstraintCompiler
 
 
 class Engine:
@@ -65,7 +66,13 @@ class Engine:
         self.models = Models(target, tokenizer, draft or NoDraft(), index)
         self.loaded, self.tokenizer, self.draft = target, tokenizer, self.models.draft
         self.name = name
-        self.constraints = ConstraintCompiler(tokenizer, target.decoder.config.vocab_size)
+
+    @cached_property
+    def constraints(self) -> ConstraintCompiler:
+        """What compiles constraints on this tokenizer's tokens."""
+        from .text.grammar import ConstraintCompiler  # imported here, because few engines need it
+
+        return ConstraintCompiler(self.tokenizer, self.target.config.vocab_size)
 
     @classmethod
     def load(cls, model: AnyPath | LoadOptions = "builtin", **options: Unpack[LoadSettings]) -> Engine:
@@ -191,6 +198,8 @@ class Engine:
     def check_sampling(self, params: SamplingParams) -> None:
         """Raises UsageError for a bias on a token that the vocabulary does not have, and a constraint too long."""
         if params.constraint is not None:
+            from .text.grammar_library import check_size
+
             check_size(params.constraint)
         vocab_size = self.target.config.vocab_size
         if bad := [token for token, _ in params.logit_bias if token >= vocab_size]:

@@ -18,15 +18,12 @@ from typing import Any
 
 import tokenizers
 
-from offspec.loaders.files.gguf_file import read_metadata
-from offspec.loaders.files.mistral_folder import TEKKEN_FILE
+from offspec.loaders.registry import named
 
 from ..errors import TokenizerError, VocabularyMismatchError
 from . import chat_template
 from .context_limit import ContextLimit
-from .gguf_tokenizer import read_gguf
 from .special_text import EncodedText, HiddenChat, SpecialText
-from .tekken import read_tekken
 from .text_stream import REPLACEMENT, Detokenizer, TextStream
 from .token_bytes import token_bytes
 from .tokenizer_files import (
@@ -72,10 +69,10 @@ class Tokenizer:
         Raises TokenizerError if a file is damaged or tokenizer.json is missing; for a GGUF file the errors of
         `from_gguf`, and CheckpointError if the file cannot be read.
         """
-        if folder.name == TEKKEN_FILE and folder.is_file():
-            return cls._made(*read_tekken(folder), folder)
+        if folder.name == "tekken.json" and folder.is_file():
+            return cls._made(*named(__package__, "tekken.read_tekken")(folder), folder)
         if folder.is_file():
-            return cls.from_gguf(read_metadata(folder), folder)
+            return cls.from_gguf(named("offspec.loaders.files", "gguf_file.read_metadata")(folder), folder)
         with library_errors(f"the tokenizer in {folder} cannot be used", "download its files again"):
             settings = read_settings(folder)
             return cls._made(read_backend(folder), settings, folder)
@@ -84,16 +81,16 @@ class Tokenizer:
     def from_gguf(cls, metadata: Mapping[str, Any], path: Path) -> Tokenizer:
         """The tokenizer of a GGUF file's metadata. Raises the errors of `read_gguf`."""
         with library_errors(f"the tokenizer in {path} cannot be used", "download it again"):
-            return cls._made(*read_gguf(metadata, path), path)
+            return cls._made(*named(__package__, "gguf_tokenizer.read_gguf")(metadata, path), path)
 
     @classmethod
     def _made(cls, backend: tokenizers.Tokenizer, settings: TokenizerSettings, folder: Path) -> Tokenizer:
         add_missing(backend, settings.added_tokens)
         check_added(backend, folder)
         # As in transformers, tokens named in the settings are special, even if tokenizer.json does not flag them.
-        named = [settings.special_tokens.get(name) for name in ("bos_token", "eos_token")]
+        ends = [settings.special_tokens.get(name) for name in ("bos_token", "eos_token")]
         stated = [token.content for token in settings.added_tokens.values() if token.special]
-        backend, template = with_special(backend, [*named, *stated]), settings.chat_template
+        backend, template = with_special(backend, [*ends, *stated]), settings.chat_template
         if isinstance(template, str):
             backend = with_shown(backend, template)
         tokenizer = cls(backend, settings, folder)
