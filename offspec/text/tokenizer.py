@@ -70,7 +70,8 @@ class Tokenizer:
         `from_gguf`, and CheckpointError if the file cannot be read.
         """
         if folder.name == "tekken.json" and folder.is_file():
-            return cls._made(*named(__package__, "tekken.read_tekken")(folder), folder)
+            backend, settings = named(__package__, "tekken.read_tekken")(folder)
+            return cls._made(backend, settings, folder)
         if folder.is_file():
             return cls.from_gguf(named("offspec.loaders.files", "gguf_file.read_metadata")(folder), folder)
         with library_errors(f"the tokenizer in {folder} cannot be used", "download its files again"):
@@ -81,7 +82,8 @@ class Tokenizer:
     def from_gguf(cls, metadata: Mapping[str, Any], path: Path) -> Tokenizer:
         """The tokenizer of a GGUF file's metadata. Raises the errors of `read_gguf`."""
         with library_errors(f"the tokenizer in {path} cannot be used", "download it again"):
-            return cls._made(*named(__package__, "gguf_tokenizer.read_gguf")(metadata, path), path)
+            backend, settings = named(__package__, "gguf_tokenizer.read_gguf")(metadata, path)
+            return cls._made(backend, settings, path)
 
     @classmethod
     def _made(cls, backend: tokenizers.Tokenizer, settings: TokenizerSettings, folder: Path) -> Tokenizer:
