@@ -92,17 +92,17 @@ class BeamDrafter(SequentialDrafter):
 
 
 class JointDrafter(BeamDrafter):
-    """A beam, of which the target accepts the longest prefix that is likely enough (`joint_walk`)."""
+    """A beam, of which the target accepts the longest prefix that is likely enough (`verify_jointly`)."""
 
-    def walk(self, tree: TokenTree, logits: Logits, sampler: Sampler, position: int) -> Verdict:
+    def verify(self, tree: TokenTree, logits: Logits, sampler: Sampler, position: int) -> Verdict:
         tau = TAU if self._params.tau is None else self._params.tau
-        return joint_walk(tree, logits, sampler, position, tau=tau, final=self._final)
+        return verify_jointly(tree, logits, sampler, position, tau=tau, final=self._final)
 
 
 # ------------------------------------------------------------------------------------------------ the target
 
 
-def joint_walk(
+def verify_jointly(
     tree: TokenTree, logits: Logits, sampler: Sampler, position: int, *, tau: float, final: Collection[int] = ()
 ) -> Verdict:
     """The longest jointly accepted prefix (2407.09722), and the target's greedy token after it.
@@ -118,7 +118,7 @@ def joint_walk(
 
 
 def log_likelihoods(tree: TokenTree, logits: Logits, sampler: Sampler, position: int) -> FloatArray:
-    """[N]: log p(x1..xi) of the path down to each node; `logits`, `position` and errors as in `joint_walk`."""
+    """[N]: log p(x1..xi) of the path down to each node; `logits`, `position` and errors as in `verify_jointly`."""
     likelihoods = np.zeros(len(tree))
     inner = np.unique(tree.parents)  # the nodes that have children, including ROOT
     for first in range(0, len(inner), SLICE_ROWS):

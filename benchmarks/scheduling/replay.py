@@ -23,7 +23,7 @@ from offspec.model.decoder import CachedDecoder
 from offspec.scheduler.drafting.drafter import Drafter, LogitCorrector, TreeModel
 from offspec.scheduler.trees.sampling import Sampler
 from offspec.scheduler.trees.token_tree import ROOT, IntArray, TokenTree
-from offspec.scheduler.trees.verify import Logits, TargetPass, TargetStates, Verdict, exact_walk
+from offspec.scheduler.trees.verify import Logits, TargetPass, TargetStates, Verdict, verify_exactly
 from offspec.scheduler.trees.vocabulary import Vocabulary
 from offspec.text.prompt import Prompt
 
@@ -79,7 +79,7 @@ def is_true(engine: Engine, recording: Recording) -> bool:
     sampler.extend(recording.prompt_ids)
     tree = recording.chain()
     logits = CachedDecoder(engine.target).score_rows(recording.prompt_ids, tree.tokens, tree.depths, tree.parents)
-    return exact_walk(tree, logits, sampler, len(recording.prompt_ids)).tokens == recording.token_ids
+    return verify_exactly(tree, logits, sampler, len(recording.prompt_ids)).tokens == recording.token_ids
 
 
 def _decoded(engine: Engine, ids: list[int], params: SamplingParams) -> Recording:

@@ -27,7 +27,7 @@ from offspec.scheduler.drafting.estimates import RunningEstimates
 from offspec.scheduler.drafting.model_drafter import ModelDrafter
 from offspec.scheduler.trees.sampling import Sampler
 from offspec.scheduler.trees.token_tree import IntArray, TokenTree
-from offspec.scheduler.trees.verify import TargetPass, exact_walk
+from offspec.scheduler.trees.verify import TargetPass, verify_exactly
 from offspec.scheduler.trees.vocabulary import Vocabulary
 
 from .replay import NO_LOGITS, Costs, VirtualClock, walk
@@ -123,7 +123,7 @@ class TargetText:
     def up_to(self, length: int) -> list[int]:
         while len(self._text) < length:
             rows = self._table[self._text[-1:]]
-            tokens = exact_walk(TokenTree.empty(), rows, self._sampler, len(self._text)).tokens
+            tokens = verify_exactly(TokenTree.empty(), rows, self._sampler, len(self._text)).tokens
             self._text += tokens
             self._sampler.extend(tokens)
         return self._text[:length]

@@ -63,8 +63,8 @@ class BildDrafter(SequentialDrafter):
             self._num_rows = row + 1
         return TokenTree.chain(tokens)
 
-    def walk(self, tree: TokenTree, logits: Logits, sampler: Sampler, position: int) -> Verdict:
-        """The chain before the rollback, and the target's token after it; arguments and errors as in `joint_walk`."""
+    def verify(self, tree: TokenTree, logits: Logits, sampler: Sampler, position: int) -> Verdict:
+        """The chain before the rollback, and the target's token after it; arguments and errors: `verify_jointly`."""
         with np.errstate(invalid="ignore"):  # after a token that the target excludes
             likelihoods = np.diff(log_likelihoods(tree, logits, sampler, position), prepend=0.0)
         is_kept = likelihoods >= self._least_likelihood

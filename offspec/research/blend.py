@@ -93,8 +93,8 @@ class BlendDrafter(BeamDrafter):
         row = ROOT if node == ROOT else int(self._rows[node])
         return None if row == UNEXPANDED or not self._draft.layers else self._draft.log_probabilities(row)
 
-    def walk(self, tree: TokenTree, logits: Logits, sampler: Sampler, position: int) -> Verdict:
-        """Walk down the tree by choices from the blend; arguments and errors as in `exact_walk`."""
+    def verify(self, tree: TokenTree, logits: Logits, sampler: Sampler, position: int) -> Verdict:
+        """Walk down the tree by choices from the blend; arguments and errors as in `verify_exactly`."""
         node, path, tokens = ROOT, list[int](), list[int]()
         while True:
             token = sampler.choose(logits[node + 1], position + len(path), tokens)

@@ -93,7 +93,7 @@ def _score(sequences: list[Sequence], shared: SharedPass) -> ScoredPass:
         texts = [(sequence.target, text_rows) for sequence, text_rows in zip(sequences, rows, strict=True)]
         logits = score_together(texts, sequences[0].models.draft.target_layers)
         sequences[0].target.synchronize()
-    with span("walk"):
+    with span("verify"):
         verdicts = [sequence.verdict(text_logits) for sequence, text_logits in zip(sequences, logits, strict=True)]
     num_nodes = sum(len(text_rows.tokens) for text_rows in rows)
     return ScoredPass(verdicts, logits, num_nodes, drafted - started, time.perf_counter() - drafted)

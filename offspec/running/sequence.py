@@ -213,7 +213,7 @@ class Sequence:
         try:
             verdict = None
             if not self.is_prefilling:
-                verdict = self.drafter.walk(self.tree, rows, self.sampler, len(self.text))
+                verdict = self.drafter.verify(self.tree, rows, self.sampler, len(self.text))
             self._logprobs.take(rows, verdict, self.text, self.target.length, len(self.chain))
         except TEXT_ERRORS as exc:
             return exc

@@ -15,7 +15,7 @@ from ..pace.shared_pass import SharedPass
 from ..params import MAX_ROWS
 from ..trees.sampling import Sampler
 from ..trees.token_tree import FloatArray, IntArray, TokenTree
-from ..trees.verify import Logits, TargetPass, TargetStates, Verdict, exact_walk
+from ..trees.verify import Logits, TargetPass, TargetStates, Verdict, verify_exactly
 from ..trees.vocabulary import Vocabulary
 
 T = TypeVar("T")
@@ -146,8 +146,8 @@ class Drafter(Protocol):
     def extending(self, is_over: Callable[[], bool]) -> Drafting[None]:
         """`extend`, of which the caller runs the forwards."""
 
-    def walk(self, tree: TokenTree, logits: Logits, sampler: Sampler, position: int) -> Verdict:
-        """The verdict on the tree that was proposed last; arguments and errors as in `exact_walk`."""
+    def verify(self, tree: TokenTree, logits: Logits, sampler: Sampler, position: int) -> Verdict:
+        """The verdict on the tree that was proposed last; arguments and errors as in `verify_exactly`."""
 
     def observe(self, done: TargetPass) -> None:
         """Record the target's pass over the tree that was proposed last."""
@@ -181,8 +181,8 @@ class ExactDrafter:
         self.extend(is_over)
         yield from ()
 
-    def walk(self, tree: TokenTree, logits: Logits, sampler: Sampler, position: int) -> Verdict:
-        return exact_walk(tree, logits, sampler, position)
+    def verify(self, tree: TokenTree, logits: Logits, sampler: Sampler, position: int) -> Verdict:
+        return verify_exactly(tree, logits, sampler, position)
 
 
 class SequentialDrafter(ExactDrafter):

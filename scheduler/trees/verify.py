@@ -83,7 +83,7 @@ class TargetPass:
     states: TargetStates = field(default_factory=NoStates)
 
 
-def exact_walk(tree: TokenTree, logits: Logits, sampler: Sampler, position: int) -> Verdict:
+def verify_exactly(tree: TokenTree, logits: Logits, sampler: Sampler, position: int) -> Verdict:
     """Walk down the tree by the target's own choices; the tokens equal those of plain decoding.
 
     logits: fp32 [1 + N, V], the target's after the root, then after each node. position: of the token after the root.

@@ -34,7 +34,7 @@ from offspec.scheduler.drafting.estimates import RunningEstimates
 from offspec.scheduler.drafting.model_drafter import ModelDrafter
 from offspec.scheduler.trees.sampling import Sampler
 from offspec.scheduler.trees.token_tree import TokenTree
-from offspec.scheduler.trees.verify import TargetPass, Verdict, exact_walk
+from offspec.scheduler.trees.verify import TargetPass, Verdict, verify_exactly
 
 from ..scheduler.fakes import (
     RuleModel,
@@ -222,4 +222,4 @@ def test_the_walk_is_the_exact_walk(paths: list[list[int]], ahead: list[int]) ->
     tree = build_tree(paths)
     model = RuleModel(lambda prefix: 9.0 * (np.arange(3) == ahead[len(prefix) - 1]), 3)
     logits = model.score([0], tree.tokens, tree.depths, tree.parents)
-    assert walk(tree, ahead) == exact_walk(tree, logits, Sampler(GREEDY, 0, 3), 1)
+    assert walk(tree, ahead) == verify_exactly(tree, logits, Sampler(GREEDY, 0, 3), 1)

@@ -193,7 +193,7 @@ def test_even_our_own_mistakes_are_one_line(
     def fail(*args: object, **more: object) -> None:
         raise next(errors)
 
-    monkeypatch.setattr("offspec.scheduler.drafting.drafter.exact_walk", fail)
+    monkeypatch.setattr("offspec.scheduler.drafting.drafter.verify_exactly", fail)
     offspec(*run_args, "hi").refusal(1, "ArithmeticError", "no such number")
     offspec(*run_args, "hi").refusal(1, "memory", "cannot allocate 64 GiB", "--context")
 

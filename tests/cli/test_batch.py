@@ -130,14 +130,14 @@ def test_lines_that_cannot_be_done(line: bytes, words: Sequence[object], batch: 
 def test_a_failure_while_running_is_told_and_the_others_are_done(
     batch: Run, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    walk = drafter.exact_walk
+    walk = drafter.verify_exactly
 
     def fail(tree: TokenTree, logits: Logits, sampler: Sampler, position: int) -> Verdict:
         if position > 8:
             raise NumericalError("the logits are not finite")
         return walk(tree, logits, sampler, position)
 
-    monkeypatch.setattr(drafter, "exact_walk", fail)
+    monkeypatch.setattr(drafter, "verify_exactly", fail)
     result = batch("--max-new-tokens", 1)
     assert result.code == 1
     told, last = result.err.splitlines()

@@ -233,7 +233,7 @@ def test_paths_lose_their_folders(message: str, told: str) -> None:
 
 def test_of_an_error_of_others_a_client_learns_the_kind_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     error = RuntimeError("at /home/me, my models/x")
-    monkeypatch.setattr("offspec.scheduler.drafting.drafter.exact_walk", Mock(side_effect=error))
+    monkeypatch.setattr("offspec.scheduler.drafting.drafter.verify_exactly", Mock(side_effect=error))
     with served(engine) as (client, _):
         reply = client.chat(USER)
     assert reply.status == 500

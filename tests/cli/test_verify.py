@@ -35,12 +35,12 @@ def spoil(monkeypatch: pytest.MonkeyPatch) -> None:
     """Speculation that lets the draft have its way once in a while; plain decoding stays as it is."""
 
     def walk(tree: Any, *args: Any, **more: Any) -> Verdict:
-        verdict = scheduler_verify.exact_walk(tree, *args, **more)
+        verdict = scheduler_verify.verify_exactly(tree, *args, **more)
         if len(tree) == 0 or verdict.path:
             return verdict
         return Verdict([], [int(tree.tokens[-1])])
 
-    monkeypatch.setattr("offspec.scheduler.drafting.drafter.exact_walk", walk)
+    monkeypatch.setattr("offspec.scheduler.drafting.drafter.verify_exactly", walk)
 
 
 @pytest.mark.slow

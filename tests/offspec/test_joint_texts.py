@@ -115,7 +115,7 @@ class OneTokenDrafter(NoDrafter):
 
     is_lossy = True
 
-    def walk(self, tree: TokenTree, logits: Logits, sampler: Sampler, position: int) -> Verdict:
+    def verify(self, tree: TokenTree, logits: Logits, sampler: Sampler, position: int) -> Verdict:
         return Verdict([], [7])
 
 

@@ -183,7 +183,7 @@ def test_a_turn_in_which_nothing_was_said_is_taken_back(engine: Engine, monkeypa
 
     for again in (False, True):
         with monkeypatch.context() as patch:
-            patch.setattr("offspec.scheduler.drafting.drafter.exact_walk", fail)
+            patch.setattr("offspec.scheduler.drafting.drafter.verify_exactly", fail)
             with pytest.raises(KeyboardInterrupt):
                 list(session.reply("more", again=again))
         assert session.turns == [kept]

@@ -207,7 +207,7 @@ def generate(
         if drafter.wants_overlap:
             drafter.extend(count_down(rounds_ahead))
         logits = target.score(text[target.length :], tree.tokens, tree.depths, tree.parents)
-        verdict = drafter.walk(tree, logits, sampler, len(text))
+        verdict = drafter.verify(tree, logits, sampler, len(text))
         target.keep(verdict.path)
         drafter.observe(TargetPass(text, tree, verdict, logits))
         text += verdict.tokens

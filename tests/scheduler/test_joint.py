@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from offspec.errors import NumericalError, UsageError
-from offspec.scheduler.joint import SLICE_ROWS, BeamDrafter, JointDrafter, joint_walk, log_likelihoods
+from offspec.scheduler.joint import SLICE_ROWS, BeamDrafter, JointDrafter, log_likelihoods, verify_jointly
 from offspec.scheduler.params import MAX_JOINT_NODES, SamplingParams, SpeculationParams
 from offspec.scheduler.trees.sampling import Sampler
 from offspec.scheduler.trees.token_tree import FloatArray, TokenTree
@@ -133,7 +133,7 @@ def generate(
     while len(text) < end:
         tree = drafter.propose(text, max_depth=end - len(text) - 1)
         logits = target.score(text[target.length :], tree.tokens, tree.depths, tree.parents)
-        verdict = drafter.walk(tree, logits, sampler, len(text))
+        verdict = drafter.verify(tree, logits, sampler, len(text))
         target.keep(verdict.path)
         drafter.observe(TargetPass(text, tree, verdict, logits))
         if verdict.path and verdict.tokens[-2] in final:
@@ -259,7 +259,7 @@ def test_the_verdict_is_that_of_the_words(
     scores = np.array([joint(rule, tuple(PROMPT), path, params) for path in paths(shape)])
     tree = TokenTree(shape.tokens, shape.parents, shape.depths, scores)
     likelihoods = {path: joint(TARGET, tuple(PROMPT), path, params) for path in paths(tree)}
-    verdict = joint_walk(tree, scored(tree), sampler_at_prompt(params), len(PROMPT), tau=tau, final=final)
+    verdict = verify_jointly(tree, scored(tree), sampler_at_prompt(params), len(PROMPT), tau=tau, final=final)
     best = accepted(dict(zip(paths(tree), scores, strict=True)), likelihoods, tau, final)
     assert tuple(verdict.tokens[:-1]) == best
     assert tree.tokens[verdict.path].tolist() == list(best)
@@ -280,7 +280,7 @@ def test_logits_that_are_no_numbers_are_told() -> None:
     logits = scored(tree)
     logits[1] = math.nan  # behind node 0
     with refused(NumericalError, f"position {len(PROMPT) + 1}"):
-        joint_walk(tree, logits, sampler_at_prompt(GREEDY), len(PROMPT), tau=0.1)
+        verify_jointly(tree, logits, sampler_at_prompt(GREEDY), len(PROMPT), tau=0.1)
 
 
 # ------------------------------------------------------------------------------------------------ settings

@@ -57,7 +57,7 @@ def test_errors(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     with load(pair) as engine:
         with refused(ContextLengthError, "context"):
             engine.generate_answers("x" * 500, 2, PARAMS)
-        monkeypatch.setattr("offspec.scheduler.drafting.drafter.exact_walk", _fail)
+        monkeypatch.setattr("offspec.scheduler.drafting.drafter.verify_exactly", _fail)
         with pytest.raises(NumericalError):
             list(engine.generate_answers("x", 2, PARAMS))
 

@@ -38,13 +38,13 @@ def replace_at(monkeypatch: pytest.MonkeyPatch, place: int, token: int) -> None:
     """Speculation says `token` at an absolute position, whatever the target chose; plain decoding is left alone."""
 
     def walk(tree: Any, logits: Any, sampler: Any, position: int) -> Verdict:
-        verdict = scheduler_verify.exact_walk(tree, logits, sampler, position)
+        verdict = scheduler_verify.verify_exactly(tree, logits, sampler, position)
         at = place - position
         if len(tree) == 0 or not 0 <= at < len(verdict.tokens):
             return verdict
         return Verdict(verdict.path[:at], [*verdict.tokens[:at], token])
 
-    monkeypatch.setattr("offspec.scheduler.drafting.drafter.exact_walk", walk)
+    monkeypatch.setattr("offspec.scheduler.drafting.drafter.verify_exactly", walk)
 
 
 def plain_tokens(engine: Engine, prompt: str, one: Setting, seed: int, num_tokens: int = 8) -> list[int]:

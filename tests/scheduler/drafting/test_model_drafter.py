@@ -22,7 +22,7 @@ from offspec.scheduler.pace.costs import Costs
 from offspec.scheduler.params import SamplingParams, Scoring, SpeculationParams
 from offspec.scheduler.trees.sampling import Sampler
 from offspec.scheduler.trees.token_tree import ROOT, FloatArray, TokenTree
-from offspec.scheduler.trees.verify import TargetPass, Verdict, exact_walk
+from offspec.scheduler.trees.verify import TargetPass, Verdict, verify_exactly
 
 from ...refusals import refused
 from ..fakes import (
@@ -262,7 +262,7 @@ def test_draft_cache_follows_the_text() -> None:
             assert [len(chain) for chain in chains if chain] == ([missing] if missing else [])
             assert model.text == text
         logits = target.score(text[target.length :], tree.tokens, tree.depths, tree.parents)
-        verdict = exact_walk(tree, logits, sampler, len(text))
+        verdict = verify_exactly(tree, logits, sampler, len(text))
         target.keep(verdict.path)
         drafter.observe(TargetPass(text, tree, verdict, logits))
         text += verdict.tokens

@@ -25,7 +25,7 @@ from offspec.scheduler.guessing.retrieval import Retrieval
 from offspec.scheduler.params import SamplingParams, SpeculationParams
 from offspec.scheduler.trees.sampling import Sampler
 from offspec.scheduler.trees.token_tree import ROOT, TokenTree
-from offspec.scheduler.trees.verify import TargetPass, exact_walk
+from offspec.scheduler.trees.verify import TargetPass, verify_exactly
 
 from ..fakes import (
     Rule,
@@ -127,7 +127,7 @@ def test_wrong_guesses_lose_their_credit(temperature: float) -> None:
         assert child is not None
         scores.append(float(tree.scores[child]))
         logits = target.score(text[target.length :], tree.tokens, tree.depths, tree.parents)
-        verdict = exact_walk(tree, logits, sampler, len(text))
+        verdict = verify_exactly(tree, logits, sampler, len(text))
         target.keep([])
         lookup.observe(TargetPass(text, tree, verdict, logits))
     assert scores[-1] < scores[0] - 1

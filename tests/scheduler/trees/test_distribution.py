@@ -20,7 +20,7 @@ from offspec.scheduler.params import SamplingParams
 from offspec.scheduler.trees import sampling
 from offspec.scheduler.trees.sampling import Sampler
 from offspec.scheduler.trees.token_tree import FloatArray, TokenTree
-from offspec.scheduler.trees.verify import exact_walk
+from offspec.scheduler.trees.verify import verify_exactly
 
 from ..fakes import Rule, build_tree, paths, processed, softmax
 
@@ -81,7 +81,7 @@ def sampled_text(params: SamplingParams, seed: int) -> list[int]:
     sampler, text = Sampler(params, seed, VOCAB_SIZE), list(PROMPT)
     while len(text) < LENGTH + TOKENS_PER_TEXT:
         tree, logits = guesses(len(text) % LENGTH, text[-1])
-        tokens = exact_walk(tree, logits, sampler, len(text)).tokens
+        tokens = verify_exactly(tree, logits, sampler, len(text)).tokens
         text += tokens
         sampler.extend(tokens)
     return text[LENGTH:][:TOKENS_PER_TEXT]

@@ -17,7 +17,7 @@ from offspec.scheduler.pace.trials import OverlapSwitch
 from offspec.scheduler.params import MAX_NODES, SamplingParams, SpeculationParams
 from offspec.scheduler.trees.sampling import Sampler
 from offspec.scheduler.trees.token_tree import ROOT, TokenTree
-from offspec.scheduler.trees.verify import exact_walk
+from offspec.scheduler.trees.verify import verify_exactly
 
 from ...refusals import refused
 from ..fakes import (
@@ -57,7 +57,7 @@ def sampler_at_prompt(params: SamplingParams, seed: int = 0) -> Sampler:
 def test_walk_is_plain_decoding(guesses: TokenTree, num_right: int, params: SamplingParams, seed: int) -> None:
     right = plain_text(TARGET, params, seed, PROMPT, num_right)
     tree = build_tree([*paths(guesses), right])
-    verdict = exact_walk(tree, scored(tree), sampler_at_prompt(params, seed), len(PROMPT))
+    verdict = verify_exactly(tree, scored(tree), sampler_at_prompt(params, seed), len(PROMPT))
     assert verdict.tokens == plain_text(TARGET, params, seed, PROMPT, len(verdict.tokens))
     assert tree.tokens[verdict.path].tolist() == verdict.tokens[:-1]
     assert len(verdict.path) >= num_right
@@ -71,10 +71,10 @@ def test_only_logits_on_the_walk_are_looked_at() -> None:
     tree = build_tree([right[:2], [(right[0] + 1) % VOCAB_SIZE, 0]])
     logits = scored(tree)
     logits[1 + 2 :] = math.nan  # nodes 2 and 3 are the wrong branch
-    assert exact_walk(tree, logits, sampler_at_prompt(SAMPLED), len(PROMPT)).tokens == right
+    assert verify_exactly(tree, logits, sampler_at_prompt(SAMPLED), len(PROMPT)).tokens == right
     logits[1 + 1] = math.nan
     with refused(NumericalError, f"position {len(PROMPT) + 2}"):
-        exact_walk(tree, logits, sampler_at_prompt(SAMPLED), len(PROMPT))
+        verify_exactly(tree, logits, sampler_at_prompt(SAMPLED), len(PROMPT))
 
 
 def speculations() -> st.SearchStrategy[SpeculationParams]:
