@@ -138,6 +138,10 @@ class Backend(ABC):
 
     # ---------------------------------------------------------------------------------------- exact rows
 
+    def fault(self) -> str | None:
+        """Why its kernels do not run on this machine, as far as a launch tells; None if they do."""
+        return None
+
     def reason_against(self, rows: ExactRows) -> str | None:
         """Why this backend cannot compute such rows exactly; None if it can."""
         return "rows are computed in the fastest way"

@@ -21,7 +21,7 @@ def backend_of(device: torch.device, arithmetic: str = FAST) -> Backend:
     """arithmetic: of `arithmetic.ARITHMETIC`; on a GPU rows in 8 bits are exact ones."""
     if device.type == "cpu":
         return CpuBackend() if arithmetic == FAST else ExactCpuBackend(arithmetic)
-    return GpuBackend() if arithmetic == FAST else ExactGpuBackend()
+    return GpuBackend() if arithmetic == FAST else ExactGpuBackend(device)
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:

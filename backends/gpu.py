@@ -16,6 +16,7 @@ from .on_gpu import FUSED_ROWS, WORKING_KERNELS, on_device, row_kernels
 from .weights import ALIGNMENT, HALF_DTYPES, PackedMatrix, PackedTable, PackedWeight, Product, Unpackable, Weight, dense
 from .x86.row_attention import KeySlots, KeysOfRows, Scores, Visible, can_attend_on_gpu
 
+ROWS = "exact rows"  # the kind of these kernels in `WORKING_KERNELS`
 SLICE = 1 << 26  # of a packed head: the memory for its unpacked numbers, 128 MiB in 16 bits
 
 
@@ -95,6 +96,9 @@ class ExactGpuBackend(GpuBackend):
     chooses_at_once = False
     shares_keys = False
 
+    def __init__(self, device: torch.device = torch.device("cuda")) -> None:  # noqa: B008 (it cannot change)
+        self._device = device
+
     def _fused(self, matrix: Weight, x: Tensor) -> Product | None:
         return None
 
@@ -117,14 +121,25 @@ class ExactGpuBackend(GpuBackend):
     def reason_against(self, rows: ExactRows) -> str | None:
         if rows.keeps_states:
             return "its layers keep states of the text, which other rows round otherwise"
-        if row_kernels() is None:
-            return "Triton is not installed"
+        if (fault := self.fault()) is not None:
+            return fault
         if rows.has_experts:
             return "the CPU beside the GPU may compute its experts, which rounds otherwise"
         if rows.has_packed_keys:  # all of them would be unpacked, into memory that plans do not count
             return "its packed KV entries are read in the fastest way on a GPU"
         if not can_attend_on_gpu(rows.group, rows.head_dim, rows.dtype.itemsize):
             return "its heads are too large for the kernel of attention"
+        return None
+
+    def fault(self) -> str | None:
+        """By one launch; None also where there is no GPU to launch them on."""
+        if (kernels := row_kernels()) is None:
+            return "Triton is not installed"
+        if torch.cuda.is_available():
+            trial = torch.zeros(16, 16, dtype=torch.float16, device=self._device)
+            WORKING_KERNELS.run(ROWS, self._device, partial(kernels.multiply, trial, trial, None), lambda: None)
+        if WORKING_KERNELS.has(ROWS, self._device) is False:
+            return "Triton cannot build its kernels (it needs a C compiler and Python's headers)"
         return None
 
     def attend_slots(self, queries: Tensor, parts: Iterable[KeySlots], visible: Visible, scores: Scores) -> Tensor:

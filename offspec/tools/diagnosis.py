@@ -16,6 +16,8 @@ from typing import Any
 import psutil
 import torch
 
+from offspec.backends.arithmetic import EXACT
+from offspec.backends.choice import backend_of
 from offspec.backends.weights import HALF_DTYPES
 from offspec.backends.x86.processor import describe_instructions
 from offspec.loaders.machine.gpu_support import GpuFault, card_fault, gpu_fault
@@ -63,6 +65,7 @@ class Diagnosis:
     instructions: str = ""  # the CPU's instructions that products use
     products: tuple[ProductRate, ...] = ()  # on a CPU, for each number of rows
     gpu_fault: GpuFault | None = None  # why `auto` took the CPU
+    exact_fault: str | None = None  # why kernels of exact rows do not run
 
     @property
     def model(self) -> Model:
@@ -80,7 +83,8 @@ class Diagnosis:
     def to_do(self) -> list[str]:
         """What keeps this machine from running models as it could; empty if it is ready."""
         fault = _no_gpu(self) if self.gpu_fault is not None and self.gpu_fault.has_driver else None
-        return [text for text in (fault, _no_bitsandbytes(self)) if text is not None]
+        inexact = self.exact_fault and f"Texts equal plain decoding's up to near-ties only: {self.exact_fault}."
+        return [text for text in (fault, _no_bitsandbytes(self), inexact) if text is not None]
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON; sizes in bytes, rates per second."""
@@ -131,6 +135,7 @@ def diagnose(
         instructions=describe_instructions(),
         products=products,
         gpu_fault=fault,
+        exact_fault=backend_of(place, EXACT).fault(),
     )
 
 

@@ -98,6 +98,8 @@ def test_the_last_lines_say_what_is_next() -> None:
     last = table(replace(broken, bitsandbytes_version=None), 100).split("\n\n")[-1]
     assert last.startswith("To do: Torch has no CUDA. Install the CUDA wheel.\nTo do: bitsandbytes is not installed")
     assert broken.as_dict()["to_do"] == ["Torch has no CUDA. Install the CUDA wheel."]
+    inexact = replace(DESKTOP, exact_fault="Triton cannot build its kernels")
+    assert inexact.to_do == ["Texts equal plain decoding's up to near-ties only: Triton cannot build its kernels."]
 
 
 @pytest.mark.parametrize("arguments", [("--device", "tpu"), ("--path", "/not/there"), ("--fast",)])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from offspec.backends import gpu
 from offspec.backends.arithmetic import EXACT
 from offspec.backends.choice import CPU, backend_of
-from offspec.backends.on_gpu import row_kernels
+from offspec.backends.on_gpu import WorkingKernels, row_kernels
 from offspec.backends.x86.row_attention import KeySlots, Scores, Visible, attend_rows, rows_of_tile
 
 from ...machines import needs_kernels
@@ -64,6 +65,24 @@ def test_attention(kernels: ModuleType, scores: Scores) -> None:
         some = visible.rows[row : row + 1].contiguous()
         alone = kernels.attend(queries[row : row + 1], keys, values, some, visible.slots, **vars(scores))
         assert torch.equal(alone, together[row : row + 1])
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_kernels_that_cannot_be_built_are_found_before_a_pass(runs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = list[Any]()
+
+    def multiply(*operands: Any) -> None:
+        launches.append(operands)
+        if not runs:
+            raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu, "row_kernels", lambda: SimpleNamespace(multiply=multiply))
+    monkeypatch.setattr(gpu, "WORKING_KERNELS", WorkingKernels())
+    backend = gpu.ExactGpuBackend(CPU)  # which stands for a card
+    assert (backend.fault() is None) == runs
+    assert len(launches) == 1
+    assert runs or "C compiler" in (backend.fault() or "")
 
 
 def test_they_multiply_plain_weights(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

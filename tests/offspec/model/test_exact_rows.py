@@ -15,6 +15,7 @@ from torch import Tensor
 from offspec.backends.arithmetic import EXACT
 from offspec.backends.choice import backend_of
 from offspec.backends.cpu import ExactCpuBackend
+from offspec.backends.on_gpu import WORKING_KERNELS
 from offspec.backends.x86.processor import using
 from offspec.model.config import ModelConfig, read_config
 from offspec.model.decoder import CachedDecoder, Decoder, TextRows, pass_together, random_decoder, score_together
@@ -207,6 +208,8 @@ def test_where_decoders_on_a_gpu_are_exact(monkeypatch: pytest.MonkeyPatch) -> N
     assert "states" in (reason_against_exactness(hybrid, torch.bfloat16, cuda) or "")
     large = replace(config, head_dim=512)
     assert "heads" in (reason_against_exactness(large, torch.bfloat16, cuda) or "")
+    monkeypatch.setattr(WORKING_KERNELS, "_works", {("exact rows", cuda): False})
+    assert "C compiler" in (reason_against_exactness(config, torch.bfloat16, cuda) or "")
     monkeypatch.setattr("offspec.backends.gpu.row_kernels", lambda: None)
     assert "Triton" in (reason_against_exactness(config, torch.bfloat16, cuda) or "")
 
