@@ -143,7 +143,7 @@ class Backend(ABC):
         return None
 
     def reason_against(self, rows: ExactRows) -> str | None:
-        """Why this backend cannot compute such rows exactly; None if it can."""
+        """Why this backend cannot compute such rows exactly; None if it can. It launches nothing, see `fault`."""
         return "rows are computed in the fastest way"
 
     def attend_slots(self, queries: Tensor, parts: Iterable[KeySlots], visible: Visible, scores: Scores) -> Tensor:

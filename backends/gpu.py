@@ -121,15 +121,15 @@ class ExactGpuBackend(GpuBackend):
     def reason_against(self, rows: ExactRows) -> str | None:
         if rows.keeps_states:
             return "its layers keep states of the text, which other rows round otherwise"
-        if (fault := self.fault()) is not None:
-            return fault
+        if row_kernels() is None:
+            return "Triton is not installed"
         if rows.has_experts:
             return "the CPU beside the GPU may compute its experts, which rounds otherwise"
         if rows.has_packed_keys:  # all of them would be unpacked, into memory that plans do not count
             return "its packed KV entries are read in the fastest way on a GPU"
         if not can_attend_on_gpu(rows.group, rows.head_dim, rows.dtype.itemsize):
             return "its heads are too large for the kernel of attention"
-        return None
+        return self._known_fault
 
     def fault(self) -> str | None:
         """By one launch; None also where there is no GPU to launch them on."""
@@ -138,9 +138,13 @@ class ExactGpuBackend(GpuBackend):
         if torch.cuda.is_available():
             trial = torch.zeros(16, 16, dtype=torch.float16, device=self._device)
             WORKING_KERNELS.run(ROWS, self._device, partial(kernels.multiply, trial, trial, None), lambda: None)
-        if WORKING_KERNELS.has(ROWS, self._device) is False:
-            return "Triton cannot build its kernels (it needs a C compiler and Python's headers)"
-        return None
+        return self._known_fault
+
+    @property
+    def _known_fault(self) -> str | None:
+        if WORKING_KERNELS.has(ROWS, self._device) is not False:
+            return None
+        return "Triton cannot build its kernels (it needs a C compiler and Python's headers)"
 
     def attend_slots(self, queries: Tensor, parts: Iterable[KeySlots], visible: Visible, scores: Scores) -> Tensor:
         kernels = row_kernels()

@@ -269,7 +269,8 @@ def choose_arithmetic(arithmetic: str, files: ModelFiles, device: torch.device, 
         return EXACT if is_exact else FAST
     if arithmetic == FAST:
         return FAST
-    if (reason := reason_against_exactness(files.config, files.dtype, device, files.kv)) is not None:
+    reason = reason_against_exactness(files.config, files.dtype, device, files.kv) or backend_of(device, EXACT).fault()
+    if reason is not None:
         raise UsageError(f"`arithmetic` {arithmetic} is not possible for this model here: {reason}; omit it")
     if arithmetic == INT8 and not (kind_of(device).multiplies_stored and has_byte_products(files)):
         raise UsageError(f"`arithmetic` int8 is for GGUF files of {', '.join(BYTE_FORMS)} on a CPU; omit it")

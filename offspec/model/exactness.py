@@ -30,7 +30,9 @@ def is_exact_by_default(
     is_streamed: whether a pass waits for weights. On a CPU that changes nothing, nor do its instructions.
     """
     is_slower = backend_of(device).is_faster and not is_streamed
-    return not is_slower and reason_against_exactness(config, dtype, device, kv) is None
+    if is_slower or reason_against_exactness(config, dtype, device, kv) is not None:
+        return False
+    return backend_of(device, EXACT).fault() is None
 
 
 def reason_against_exactness(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from offspec.backends import gpu
 from offspec.backends.arithmetic import EXACT
+from offspec.backends.backend import ExactRows
 from offspec.backends.choice import CPU, backend_of
 from offspec.backends.on_gpu import WorkingKernels, row_kernels
 from offspec.backends.x86.row_attention import KeySlots, Scores, Visible, attend_rows, rows_of_tile
@@ -80,9 +81,12 @@ def test_kernels_that_cannot_be_built_are_found_before_a_pass(runs: bool, monkey
     monkeypatch.setattr(gpu, "row_kernels", lambda: SimpleNamespace(multiply=multiply))
     monkeypatch.setattr(gpu, "WORKING_KERNELS", WorkingKernels())
     backend = gpu.ExactGpuBackend(CPU)  # which stands for a card
+    rows = ExactRows(torch.float16, keeps_states=False, has_experts=False, has_packed_keys=False, group=4, head_dim=64)
+    assert backend.reason_against(rows) is None
+    assert launches == [], "a target that fits on the card need not wait for a compiler"
     assert (backend.fault() is None) == runs
     assert len(launches) == 1
-    assert runs or "C compiler" in (backend.fault() or "")
+    assert runs or "C compiler" in (backend.reason_against(rows) or "")
 
 
 def test_they_multiply_plain_weights(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
