@@ -41,8 +41,8 @@ class CpuBackend(Backend):
     rounds_tails = True
     converts_fp8 = False
     multiplies_rows = True
-    # torch allocates its results: the allocator's pool has 2 MiB, but a whole matrix of 117 MB needs fresh pages each
-    # time, which took 16 ms instead of 64.
+    # Results of torch's operations stay in the allocator's pool of 2 MiB. A whole matrix of 117 MB needs fresh pages
+    # each time, and took 64 ms instead of 16.
     tile = 1 << 20
 
     @property

@@ -1,7 +1,7 @@
 """Interfaces of stored weights and weight formats.
 
 A *stored* weight lists the bytes to read for each use. `bind` creates a *resident* weight as views of these bytes, with
-which `backends.weights.linear` multiplies.
+which a `Backend` multiplies.
 """
 
 from __future__ import annotations

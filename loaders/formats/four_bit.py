@@ -1,7 +1,7 @@
 """bitsandbytes' 4-bit formats, NF4 and FP4: reading, the packed matrix, and packing (`pack_4bit`).
 
 Dequantised matrices equal bitsandbytes' bit for bit. On a GPU, bitsandbytes' fused kernel multiplies few rows with the
-packed matrix, up to a measured number of rows (`process_state.FUSED_ROWS`).
+packed matrix, up to a measured number of rows (`on_gpu.FUSED_ROWS`).
 
 The layout, per weight [N, K] with blocks of `blocksize` (QLoRA, https://arxiv.org/abs/2305.14314):
     X                                two codes per byte, row-major, high nibble first, in any storage dtype
@@ -174,7 +174,7 @@ def can_be_fused(matrix: Matrix4bit) -> bool:
 
 
 def fused_linear(x: Tensor, weight: Matrix4bit, bias: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
-    """As `weights.linear`, by bitsandbytes' product with the packed matrix; only if it `can_be_fused`.
+    """As `Backend.linear`, by bitsandbytes' product with the packed matrix; only if it `can_be_fused`.
 
     For few rows: it reads the matrix once, without writing a dequantised one. Rounding is the kernel's.
     """

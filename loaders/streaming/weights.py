@@ -53,7 +53,7 @@ class WeightSource(Protocol):
 
     @property
     def scratch(self) -> torch.Tensor | None:
-        """Scratch memory in which `weights.linear` dequantises or converts a matrix; None if no matrix needs it."""
+        """Scratch memory in which `Backend.linear` dequantises or converts a matrix; None if no matrix needs it."""
 
     def lend(self, unit: Unit) -> AbstractContextManager[Mapping[str, Weight]]:
         """A unit's weights by short name, valid only inside the `with` block: a streaming source reuses memory."""

@@ -88,7 +88,7 @@ class Lender:
 
     @contextmanager
     def lend(self, weights: Mapping[str, Weight], scratch: Tensor | None) -> Iterator[None]:
-        """weights: by the sources' names. scratch: see `weights.linear`."""
+        """weights: by the sources' names. scratch: see `Backend.linear`."""
         try:
             for slot in self._slots:
                 slot.fill(weights, self._dtype)

@@ -1,4 +1,4 @@
-"""`weights.linear` on a CPU: by a kernel where there is one, otherwise by torch, and either way the same product."""
+"""`choice.linear` on a CPU: by a kernel where there is one, otherwise by torch, and either way the same product."""
 
 from __future__ import annotations
 
